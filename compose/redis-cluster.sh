@@ -27,8 +27,9 @@ join() {
   if redis-cli -h redis-cluster-1 cluster info | grep -q '^cluster_slots_assigned:16384'; then
     for address in $addresses; do redis-cli -h redis-cluster-1 cluster meet "$address" 6379; done
   else
-    # It waits for ever if a slow machine loses the handshake of two servers, which the loop below
-    # then sends again. `timeout` ends such a wait with status 124; another status is an error.
+    # `--cluster create` waits for ever if a slow machine loses the handshake of two servers.
+    # `timeout` ends such a wait with status 124, and the loop below sends the handshake again. Any
+    # other status is an error.
     # shellcheck disable=SC2046,SC2086  # each address is a word of its own
     timeout 30 redis-cli --cluster create --cluster-yes \
       $(for address in $addresses; do echo "$address:6379"; done) || [ $? = 124 ]

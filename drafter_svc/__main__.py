@@ -1,6 +1,7 @@
 """The entry point: `outrider drafter`, or `python -m drafter_svc`.
 
-The command pins the process to its cores, loads the family, and drafts until SIGTERM or SIGINT.
+The command pins the process to cores if the settings name any, loads the family, and drafts until
+SIGTERM or SIGINT.
 `outrider drafter erase` deletes a tenant's n-grams and texts from Redis instead.
 """
 
@@ -46,9 +47,9 @@ def read_settings(arguments: list[str], program: str) -> DrafterSettings:
 
 
 def run(settings: DrafterSettings) -> None:
-    """Draft until SIGTERM or SIGINT.
+    """Draft until SIGTERM or SIGINT. With `check_config`, only check the settings.
 
-    After an error that a retry cannot cure, print it and exit with status 1.
+    After an error that a retry cannot cure, print the error and exit with status 1.
     """
     # This import is not at the top, so that `--help` answers at once.
     import uvloop

@@ -1,4 +1,4 @@
-"""Chooses the branches to offer beside a chain of guesses, and how many at each place.
+"""Chooses the branches to offer beside a chain of guesses, and their number at each place.
 
 A branch guesses the tokens that follow if the verifier accepts the chain up to one place and then
 commits another token. docs/drafters.md explains branches.
@@ -22,8 +22,9 @@ def fan_out(acceptance: float, depth: int, budget: int) -> list[int]:
     The result has one count for each place. Place j is after the first j tokens of the draft.
     `acceptance`, a, is the probability that a token is accepted if all tokens before it are. Thus
     exactly j tokens are accepted with probability a^j (1 - a), and the whole draft with a^depth.
-    The hit rate is highest when the count at place j is proportional to that probability to the
-    power 1 / (1 + r), so that counts fall as a^(j / (1 + r)) (Saguaro, in SSD, arXiv 2603.03251).
+    The branches are most often right when the count at place j is proportional to that probability
+    to the power 1 / (1 + r), so that counts fall as a^(j / (1 + r)) (Saguaro, in SSD, arXiv
+    2603.03251).
     Counts are rounded by largest remainders.
     """
     a = min(max(acceptance, 0.01), 0.99)
@@ -53,10 +54,10 @@ class Branch:
 def offer_likeliest(sequence: DraftSequence, branches: Sequence[Branch]) -> None:
     """Offer the branches' tokens that are likeliest to be committed, the likeliest first.
 
-    At most `sequence.tree_room` tokens are offered. A token is committed with the probability of
+    At most `sequence.tree_room` tokens are offered. The probability that a token is committed is
     its cumulative acceptance: the product of its own confidence and the confidences of all tokens
-    before it. The product falls along a path, so the likeliest tokens form a tree: the rule of
-    EAGLE-2 (arXiv 2406.16858).
+    before it. The product falls along a path, so the likeliest tokens form a tree. This is the rule
+    of EAGLE-2 (arXiv 2406.16858).
     """
     room = sequence.tree_room
     if room == 0:

@@ -21,7 +21,7 @@ from outrider.process.settings.check_config import (
 def check_int8(settings: Any, *, on_cpu: bool = False) -> None:
     """Raise OutriderError(INVALID_VALUE) for weights in int8 that the family could not load.
 
-    With `on_cpu` the drafter computes on the CPU, whatever its device is.
+    With `on_cpu` the drafter computes on the CPU, whatever `settings.device` is.
     """
     if getattr(settings, "weights", None) != "int8":
         return
@@ -33,7 +33,10 @@ def check_int8(settings: Any, *, on_cpu: bool = False) -> None:
 
 
 def check(settings: DrafterSettings) -> None:
-    """Raise OutriderError that names a setting that does not suit this machine or its files."""
+    """Raise OutriderError if a setting does not suit this machine or its files.
+
+    The error names the setting.
+    """
     for address in settings.verifier:
         check_address("verifier", address)
     check_address("listen", settings.listen)

@@ -23,7 +23,8 @@ from outrider.process.settings.config import FileSettings, ScrapedSettings
 class EraseSettings(RedisSettings, TlsSettings, FileSettings):
     """Delete the n-grams and texts of one tenant, or of the public pool, from Redis."""
 
-    # The environment may name a drafter's configuration file, with settings that erase lacks.
+    # The environment may name a drafter's configuration file. That file may have settings that
+    # `erase` does not have.
     model_config = SettingsConfigDict(env_prefix="OUTRIDER_DRAFTER_", extra="ignore")
 
     tenant: str | None = None
@@ -114,7 +115,7 @@ class FamilyChoice(FileSettings):
 
 @cache
 def settings_schema(family: str) -> type[DrafterSettings]:
-    """Return a class with the settings of one family, and then the settings of all drafters.
+    """Return a class with the settings of one family, then the settings that all drafters have.
 
     Raises OutriderError(INVALID_VALUE) if the family does not exist or cannot be imported.
     """

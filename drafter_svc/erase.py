@@ -13,9 +13,9 @@ from outrider.process.settings.config import parse
 
 
 async def erase(client: RedisClient, pattern: bytes) -> int:
-    """Delete every key that matches `pattern`, a glob of SCAN, on all servers.
+    """Delete from all servers every key that matches `pattern`, a glob as Redis's SCAN takes it.
 
-    Returns the number of n-grams and texts deleted. Raises any of FAILURES.
+    Returns the number of n-grams and texts deleted. Raises one of FAILURES if Redis fails.
     """
     count = 0
     # Scan for keys instead of reading the indexes: a Redis short of memory may have evicted an
@@ -41,9 +41,10 @@ async def _erase(settings: EraseSettings) -> int:
 
 
 def main(arguments: list[str], program: str = "drafter erase") -> None:
-    """Print the number of n-grams and texts deleted.
+    """Delete a tenant's n-grams and texts, or the public pool's, and print their number.
 
-    Exit with status 1 and one sentence if a setting is wrong or Redis failed midway.
+    Exit with status 2 if a setting cannot be parsed, and with status 1 if a setting is missing or
+    wrong in another way, or if Redis fails midway. In both cases, print why.
     """
     settings = parse(EraseSettings, program, arguments)
     try:

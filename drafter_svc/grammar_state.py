@@ -84,7 +84,7 @@ class GrammarState:
         return mask if mask.any() else None
 
     def _move_to(self, matcher: Matcher, output: list[int]) -> bool:
-        """Roll back to the prefix shared with `output`, accept the rest; False if forbidden."""
+        """Move the matcher to the end of `output`; return False if the grammar forbids `output`."""
         common = 0
         for accepted, token in zip(self._accepted, output, strict=False):
             if accepted != token:

@@ -8,7 +8,7 @@ from outrider.protocol.draft_messages import DraftBatch
 
 
 class CountingObserver(Observer):
-    """Counts one verifier's stream in a drafter's gauges and failures."""
+    """Counts the events of one verifier's stream."""
 
     def __init__(self, metrics: DrafterMetrics) -> None:
         self._metrics = metrics

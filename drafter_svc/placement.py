@@ -1,4 +1,4 @@
-"""Places a drafter: chooses its cores and memory, checks them against the machine, pins to them.
+"""Chooses a drafter's cores and memory, checks them against the machine, and pins it to them.
 
 The topology is read from /sys. Its root is a parameter, so that tests can use a tree that was
 recorded on another machine.
@@ -182,7 +182,7 @@ def plan(
 def _available(topology: Topology, numa_node: int | None) -> list[int]:
     """Return the online cores of the node, or of the machine.
 
-    Raises OutriderError if there are none.
+    Raises OutriderError if there is no such node, or if the node has no online cores.
     """
     if numa_node is None:
         return topology.online

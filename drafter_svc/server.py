@@ -55,7 +55,7 @@ class _StreamObserver(CountingObserver):
         telemetry.announce(f"drafter {self._name} registered with {address}")
 
     async def lost(self) -> None:
-        """Say NOT_SERVING unless another verifier has this drafter."""
+        """Say NOT_SERVING unless another verifier has registered this drafter."""
         self._registered.discard(self)
         await super().lost()
         await self._server.set_serving(bool(self._registered))
@@ -64,7 +64,8 @@ class _StreamObserver(CountingObserver):
 async def serve(settings: DrafterSettings, place: PlacementPlan, metrics: DrafterMetrics) -> None:
     """Draft until SIGTERM or SIGINT.
 
-    Raises OutriderError when every verifier has refused this drafter for good.
+    Raises OutriderError if a setting cannot be used, and when every verifier has refused this
+    drafter for good.
     """
     server = rpc.Server(SERVICE)
     try:
@@ -94,7 +95,7 @@ async def serve(settings: DrafterSettings, place: PlacementPlan, metrics: Drafte
 async def _load(
     settings: DrafterSettings, place: PlacementPlan, metrics: DrafterMetrics, page_count: int | None
 ) -> Loaded:
-    """Load the family, with this number of pages in its KV cache unless it is None."""
+    """Load the family. Unless `page_count` is None, its KV cache gets this number of pages."""
     if page_count is not None:
         settings = settings.model_copy(update={"page_count": page_count})
     return await find_family(settings.family).load(settings, place, metrics)

@@ -1,4 +1,4 @@
-# A drafter: it guesses what followed the last occurrence of the text's last two tokens.
+# A drafter: it guesses what followed the newest earlier occurrence of the text's last two tokens.
 $LOAD_PATH.unshift(File.join(__dir__, "generated"))
 require "google/protobuf/well_known_types"
 require "google/rpc/error_details_pb"
@@ -14,7 +14,7 @@ def guess(text, count)
   []
 end
 
-# The message for one sequence: a guess after its committed tokens; a skip if the guess is short.
+# The message for one sequence: a guess after its committed tokens, and a skip if that is too short.
 def answer(id, text, count)
   found = count.positive? ? guess(text, count) : []
   place = { sequence_id: id, base_length: text.length }
@@ -52,7 +52,7 @@ def draft(verifier, fingerprint, outbox)
   end
 end
 
-# The seconds to wait after an error, as errors.proto says; exits if the error's retry is never.
+# Returns the seconds to wait after an error, as errors.proto says. Exits if its `retry` is never.
 def pause(error, backoff)
   details = error.to_rpc_status&.details.to_a
   unpacked = ->(type) { details.find { |any| any.is(type) }&.unpack(type) }

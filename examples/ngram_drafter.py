@@ -12,7 +12,7 @@ LONGEST_MATCH = 3
 
 
 def guess(text: Sequence[int], count: int) -> Sequence[int]:
-    """Up to `count` tokens that may follow the text; none if its last token is new."""
+    """Up to `count` tokens that may follow the text; none if its last token never came before."""
     for size in range(min(LONGEST_MATCH, len(text) - 1), 0, -1):
         found = followers(text, size, count)
         if found:
@@ -23,7 +23,7 @@ def guess(text: Sequence[int], count: int) -> Sequence[int]:
 def followers(text: Sequence[int], size: int, count: int) -> Sequence[int]:
     """The tokens that followed an earlier occurrence of the last `size` tokens.
 
-    Take the newest occurrence that `count` tokens follow, or else the one that most tokens follow.
+    Take the newest occurrence with `count` tokens after it; if there is none, the one with most.
     """
     best: Sequence[int] = []
     for start in range(len(text) - size - 1, -1, -1):

@@ -43,7 +43,7 @@ class RepeatFamily(Family):
     async def propose(
         self, sequences: Sequence[DraftSequence], interrupted: Callable[[], bool]
     ) -> None:
-        """Extend the chain of each sequence by the wanted tokens."""
+        """Extend the chain of each sequence by at most the number of tokens that it wants."""
         for sequence in sequences:
             text = [*sequence.tokens, *sequence.guesses]
             sequence.extend(self._continuation(text, sequence.num_wanted))

@@ -16,7 +16,10 @@ _SERVICE_NAME = "outrider-gateway"
 
 
 def run(settings: GatewaySettings) -> None:
-    """Serve until SIGTERM or SIGINT. On an error, print one sentence and exit with status 1."""
+    """Serve until SIGTERM or SIGINT. With `check_config`, only check the settings.
+
+    On an error, print one sentence and exit with status 1.
+    """
     # This import is not at the top, so that `--help` answers at once.
     import uvloop
 

@@ -1,6 +1,6 @@
-"""Answers every error, from validation, routing, the verifier or our bugs, in its API's shape.
+"""Answers every error, from validation, routing, the verifier or our bugs, in an API's shape.
 
-The shape is Anthropic's on the paths of its Messages API, and OpenAI's on all others.
+The shape is Anthropic's on the paths of its Messages API, and OpenAI's on all other paths.
 
 `outrider.errors.Reason` says which HTTP status each reason has, such as 400.
 """
@@ -98,9 +98,9 @@ class AsciiResponse(JSONResponse):
 
 
 def error_response(error: OutriderError, scope: Scope) -> Response:
-    """Return the error with its HTTP status, and Retry-After in whole seconds.
+    """Return the error with its HTTP status, and with Retry-After if the error says when to retry.
 
-    `scope` is the request's.
+    Retry-After has whole seconds. `scope` is the request's.
     """
     headers: dict[str, str] = {}
     if error.retry_after_s is not None:
@@ -122,7 +122,7 @@ def unexpected() -> OutriderError:
 
 
 def install(app: FastAPI) -> None:
-    """Register handlers that answer every error of the application in its API's shape."""
+    """Register handlers that answer every error in the shape of the path's API."""
     handlers: dict[type[Exception], Callable[[Request, Any], Awaitable[Response]]] = {
         OutriderError: _outrider_error,
         RequestValidationError: _validation_error,
@@ -179,7 +179,7 @@ async def _http_error(request: Request, error: HTTPException) -> Response:
 
 
 def _instead(path: str) -> str:
-    """Return a hint for callers who left out /v1, or call endpoints such as /v1/embeddings."""
+    """Return a hint for callers who left out or doubled /v1, or call, say, /v1/embeddings."""
     if path.startswith("/v1/v1/"):
         return "; the client adds /v1 itself, so its base URL ends before it"
     if f"/v1{path}" in (*_PATHS, "/v1/models"):

@@ -1,6 +1,6 @@
 """The gateway's Prometheus metrics, with vLLM's names and definitions under the prefix `outrider:`.
 
-Counters of drafts have vLLM's own prefix as well, since `vllm bench serve` reads them.
+Counters of drafts keep vLLM's own prefix, since `vllm bench serve` reads them.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Activity:
         self.side_draft_tokens += chunk.side_draft_token_count
 
     def add_step(self, chunk: TokenChunk) -> None:
-        """Count a chunk of one step that verified a draft, with the draft's shape."""
+        """Count a chunk of one step that verified a draft, under the draft's shape."""
         if chunk.side_draft_token_count:
             self.tree_steps += 1
             self.tree_tokens += len(chunk.token_ids)

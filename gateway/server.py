@@ -121,7 +121,7 @@ class Gateway:
         self.grpc_address = ""
 
     def _watch(self) -> None:
-        """Update the gateway's state at each scrape of the metrics."""
+        """Have the metrics read the gateway's state at each scrape."""
         metrics, router = self.metrics, self.router
         metrics.differing.set_function(lambda: len(router.differing))
         metrics.degraded.set_function(lambda: service_status(router)[0] == "degraded")
@@ -151,7 +151,7 @@ class Gateway:
         self.router.start(self._grpc.set_serving)
 
     async def stop(self) -> None:
-        """Refuse new requests, let running requests run for `drain_seconds`, and fail the rest.
+        """Refuse new requests, let running requests run for `drain_seconds`, and fail those left.
 
         Until everything has ended, new HTTP requests get an error: the gateway is shutting down.
         """
@@ -210,8 +210,9 @@ async def running(settings: GatewaySettings, metrics: GatewayMetrics) -> AsyncIt
 async def serve(settings: GatewaySettings, metrics: GatewayMetrics) -> None:
     """Run until SIGTERM or SIGINT.
 
-    Raises OutriderError: INTERNAL if the HTTP server ends, INVALID_VALUE if the certificate is not
-    a gateway's, since verifiers would refuse every request.
+    Raises OutriderError: INTERNAL if the HTTP server ends, INVALID_VALUE if a setting cannot be
+    used. A certificate that is not a gateway's cannot be used, since verifiers would refuse every
+    request.
     """
     if settings.tls is not None:
         settings.tls.check_role(Role.GATEWAY)

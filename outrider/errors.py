@@ -33,7 +33,10 @@ class Kind(NamedTuple):
 
 
 class Reason(Enum):
-    """The names of outrider.v1.ErrorReason without prefix; in lower case, OpenAI's `code`."""
+    """The names of outrider.v1.ErrorReason without their prefix.
+
+    In lower case, a name is the `code` of the error in OpenAI's API.
+    """
 
     INVALID_VALUE = "INVALID_ARGUMENT", Retry.NEVER, 400, "invalid_request_error"
     UNKNOWN_PARAMETER = "INVALID_ARGUMENT", Retry.NEVER, 400, "invalid_request_error"
@@ -69,7 +72,7 @@ class Reason(Enum):
     LOGITS_NOT_FINITE = "INTERNAL", Retry.NEVER, 500, "internal_server_error"
     INTERNAL = "INTERNAL", Retry.BACKOFF, 500, "internal_server_error"
 
-    # Two reasons may have equal columns. Enum would make them aliases without a distinct value.
+    # Two reasons may have equal columns. Without distinct values, Enum would make them aliases.
     def __new__(cls, status: str, retry: Retry, http: int, openai_type: str) -> Reason:
         member = object.__new__(cls)
         member._value_ = len(cls.__members__)

@@ -1,7 +1,7 @@
-"""Finds the checkpoint that a GGUF file was unpacked to; has a new file unpacked first.
+"""Finds the checkpoint that a GGUF file was unpacked to; if there is none, unpacks the file first.
 
-No engine of ours computes GGUF's blocks. So the file's weights are dequantised once into a
-directory that every process reads like any other model. `outrider.lm.unpack_gguf` does this in a
+None of our engines computes with GGUF's quantised blocks. So the weights are dequantised once into
+a directory that every process reads like any other model. `outrider.lm.unpack_gguf` does this in a
 process of its own, because processes that do not import torch need the directory too.
 """
 
@@ -32,7 +32,7 @@ def is_gguf(model: str) -> bool:
 
 
 def pretrained(model: str) -> str:
-    """Return the directory or hub id by which the libraries know a model.
+    """Return the directory or hub id under which libraries such as `transformers` find a model.
 
     For a GGUF file this is the directory that it is unpacked to. The name `smollm2` stands for
     SmolLM2's GGUF file. Raises what `unpacked` and `smollm2.gguf_file` raise.
@@ -86,7 +86,7 @@ def _cache() -> Path:
 
 
 def _digest(paths: list[Path]) -> str:
-    """Return the SHA-256 of the files' content, in hexadecimal digits."""
+    """Return the SHA-256, in hexadecimal digits, of the SHA-256 digests of the files."""
     digest = hashlib.sha256()
     for path in paths:
         with path.open("rb") as content:

@@ -96,7 +96,7 @@ class ScriptedVerifier:
         self.refuses_every_call = False
         """True if GetModel ends with the refusal too, as it does for a wrong certificate."""
         self.attempts: list[float] = []
-        """When streams were opened and calls of GetModel were refused, by time.monotonic."""
+        """Times, by time.monotonic, when streams came and when calls of GetModel were refused."""
         self.streams: asyncio.Queue[DraftStream] = asyncio.Queue()
         self.port = 0
         self._server: rpc.Server | None = None

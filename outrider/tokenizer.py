@@ -37,7 +37,7 @@ def model_file(model: str, name: str) -> Path | None:
     `model` is a directory, a GGUF file or a Hugging Face hub id. If the hub cannot be reached, a
     model whose config.json is cached has only the files that are cached. Raises
     OutriderError(MODEL_NOT_FOUND) if `model` is no directory, no GGUF file and no model of the hub,
-    cached or online; and what `outrider.gguf.unpacked` raises.
+    cached or online; and what `check_model_folder` and `outrider.gguf.pretrained` raise.
     """
     directory = Path(pretrained(model))
     if directory.is_dir():
@@ -98,9 +98,10 @@ def _look_for_hub() -> None:
 
 
 def load_tokenizer(model: str) -> Tokenizer:
-    """Return the tokenizer of a model directory or hub id.
+    """Return the tokenizer of a model directory, GGUF file or hub id.
 
-    Raises OutriderError(MODEL_NOT_FOUND) when the model has no tokenizer.json.
+    Raises OutriderError(MODEL_NOT_FOUND) when the model has no tokenizer.json, and what
+    `model_file` raises.
     """
     path = model_file(model, "tokenizer.json")
     if path is None:
@@ -109,11 +110,10 @@ def load_tokenizer(model: str) -> Tokenizer:
 
 
 def end_token_ids(model: str, vocab_size: int) -> tuple[int, ...]:
-    """Return the tokens that end an answer, read from a model directory or hub id.
+    """Return the tokens that end an answer, read from the files of a model; log them.
 
-    The log names the tokens.
-
-    generation_config.json comes first, then config.json, then the tokenizer's eos_token. The
+    `model` is a directory, GGUF file or hub id. The first file that names such tokens counts, of
+    generation_config.json, config.json, and the files that name the tokenizer's eos_token. The
     default end token of the model's type never counts, because in this model that id may stand for
     any token. Ids of `vocab_size` or above are left out. Raises OutriderError(MODEL_NOT_FOUND) when
     there is no such model, and OutriderError(INVALID_VALUE) when a file has something else in place

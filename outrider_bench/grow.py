@@ -32,7 +32,7 @@ _NOISE_COUNT = 1_000_003
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The sizes of the grown model, each at least the size of the small model.
+    """The sizes of the grown model, each at least as large as in the small model.
 
     A key/value head needs at least as many query heads as in the small model. `hidden` must be a
     multiple of `heads`.

@@ -1,4 +1,4 @@
-"""`outrider lab bench --only host`: the engine's own time for a step; its model costs nothing.
+"""`outrider lab bench --only host`: the engine's time for a step with a model that costs nothing.
 
 The command also measures which part of this time delays the next forward on a GPU; the rest of the
 work is done while the GPU computes.
@@ -69,7 +69,10 @@ def measure(console: Console) -> None:
 
 
 def _delays() -> Table:
-    """Measure and print the time that delays the next forward on a GPU, plain and with drafts."""
+    """Measure the time that delays the next forward on a GPU; return it as a table.
+
+    The table has lines for plain steps and for steps with drafts.
+    """
     title = (
         "processor time of a step whose work has the order for a GPU: what delays the next forward,"
         " and what runs beside it, µs (median of 55 steps, quartiles)"
@@ -183,7 +186,7 @@ def launched_steps(batch: int, *, drafts: bool) -> list[LaunchedStep]:
 def _steps(
     batch: int, drafts: bool, model: _NullModel, verifier: Verification, *, launches: bool
 ) -> Iterator[Callable[[], None]]:
-    """Yield `_STEPS` steps of `batch` sequences; call each step before the next one."""
+    """Yield `_STEPS` steps of `batch` sequences; the caller runs each before it takes the next."""
 
     def deliver(deliveries: list[Delivery]) -> None:
         for sink, argument in deliveries:
@@ -202,7 +205,8 @@ def _steps(
     request = TokenRequest([1] * 8, 500, SamplingParams(0.0))
     sequences = [engine.submit(request, lambda chunk: None) for _ in range(batch)]
     for _ in range(_STEPS):
-        # A run has three draft tokens and the bonus token; the next draft hangs below the latter.
+        # Each proposal has three draft tokens and a guess of the bonus token after them. The next
+        # proposal begins below the bonus token.
         runs = [
             Proposal(sequence.id, len(sequence.tokens), [0] * 4)
             for sequence in sequences

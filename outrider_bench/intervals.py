@@ -46,7 +46,7 @@ def _medians(values: Sequence[float], draws: np.random.Generator) -> npt.NDArray
 
 
 def shown_by(low: float, high: float) -> Shown:
-    """Return "faster" if the interval of a ratio is above 1, "slower" if below; "" if it has 1."""
+    """Return "faster" if a ratio's interval is above 1, "slower" if below, "" if it contains 1."""
     if low > 1.0:
         return "faster"
     return "slower" if high < 1.0 else ""

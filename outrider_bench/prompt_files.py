@@ -87,9 +87,9 @@ _FORMATS = ("turns", "question", "conversations", "messages", "prompt")
 
 
 def of(file: Path | None, kinds: Sequence[str]) -> dict[str, list[Prompt]]:
-    """Return the prompts of these kinds, from the file or, without a file, the bundled prompts.
+    """Return the prompts of these kinds from the file or, without a file, of the bundled prompts.
 
-    If no kinds are named, these are all kinds of the file, or the usual bundled kinds. Raises
+    If `kinds` is empty, it returns all kinds of the file, or the usual bundled kinds. Raises
     ValueError that names the file's line, or the unknown kind.
     """
     if file is None:
@@ -154,7 +154,7 @@ def _prompts(path: Path, content: str) -> Iterator[Prompt]:
 
 
 def _rows(path: Path, content: str) -> Iterator[tuple[str, Any]]:
-    """Yield each row of a JSON array or of JSON lines, after its place, such as `line 3`."""
+    """Yield the place, such as `line 3`, and the value of each row of JSON lines or an array."""
     if content.lstrip()[:1] == "[":
         for number, row in enumerate(_json(path, "the array", content), 1):
             yield f"row {number}", row

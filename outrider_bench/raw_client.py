@@ -1,6 +1,6 @@
 """Reads a streamed completion from the socket.
 
-A client library would take more of the cores than the measured gateway.
+A client library would use more processor time than the measured gateway does.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ class FailedAnswer(RuntimeError):
 def asks(body: Mapping[str, Any], headers: Mapping[str, str]) -> bytes:
     """Return the bytes of `POST /v1/completions`."""
     content = json.dumps(body).encode()
-    # The server then hangs up after an error too; else the error would look like a slow answer.
+    # With `Connection: close`, the server hangs up even after an error. Without it, the error would
+    # look like a slow answer.
     fields = {
         "Host": "localhost",
         "Connection": "close",

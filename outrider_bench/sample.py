@@ -14,7 +14,7 @@ PER_POSITION = "spec_decode_num_accepted_tokens_per_pos."
 
 @dataclass(slots=True)
 class Sample:
-    """The measurements of one task. Times are in seconds.
+    """The measurements of one load. Times are in seconds.
 
     `ttft` and `tpot` have an entry per request if they are known. `counters` are the increases of
     the verifier's metrics, keyed by `counter_keys`. `requests`, if known, has an entry per request:

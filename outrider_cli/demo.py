@@ -186,8 +186,8 @@ def _progress(console: Console) -> Progress:
 async def _measure(url: str, part: Part, rows: list[Row], progress: Progress) -> None:
     """Ask every question with every decoding mode, one request at a time.
 
-    The modes take turns in a rotating order, so that other work on the machine slows all modes
-    alike.
+    To compare speeds, each question is asked twice, the second time with the modes in reverse
+    order, so that other work on the machine slows all modes alike.
     """
     orders = [rows] if part.is_exactness else [rows, rows[::-1]]
     asked = [

@@ -1,6 +1,6 @@
 """Asks a process for its health over gRPC.
 
-This module loads little: containers ask every few seconds.
+This module loads little, because containers run the command every few seconds.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ class _Later(click.Command):
         self._load = load
 
     def make_context(self, info_name: str | None, args: list[str], *rest: Any, **named: Any) -> Any:
-        """Return the loaded command's context, so that click runs and completes this command."""
+        """Return the context of the loaded command, which click then runs or completes."""
         return self._load().make_context(info_name, args, *rest, **named)
 
 

@@ -32,7 +32,8 @@ _LAST_WRITES_S = 1.0
 def run(settings: ServeSettings) -> int:
     """Serve until SIGINT or SIGTERM.
 
-    Returns the exit status; 2 means that a port is taken or a model was not found.
+    Returns the exit status; 2 means that a port is taken, that a model was not found, or that a
+    drafter's setting is wrong.
     """
     with tempfile.TemporaryDirectory(prefix="outrider-") as directory:
         try:
@@ -103,7 +104,7 @@ async def supervise(stack: Stack, settings: ServeSettings) -> int:
 
 
 def _shown(name: str, line: str) -> Text:
-    """Return a line of a process after its name.
+    """Return a line of a process, with the name of the process before it.
 
     The line is not read as markup, which would change some lines.
     """

@@ -42,7 +42,7 @@ class StartLog:
             self._write(name, text)
 
     def ready(self) -> None:
-        """Drop the held lines, and pass on all later lines: all processes serve."""
+        """Drop the held lines, and pass on all later lines, since all processes serve now."""
         self._is_ready = True
         self._held.clear()
 

@@ -76,9 +76,9 @@ class Supervisor:
             self.failed.set_exception(error)
 
     async def settle(self, ready: Awaitable[None]) -> None:
-        """Wait until `ready`; after that, a child that ends is always restarted.
+        """Wait until `ready` is done; from then on, a child that ends is always restarted.
 
-        Raises StartFailed if a child fails before that.
+        Raises StartFailed if a child fails earlier.
         """
         waiting = asyncio.ensure_future(ready)
         try:
@@ -210,7 +210,7 @@ async def _line(output: asyncio.StreamReader) -> bytes:
 
 
 def _signal(child: Child, number: signal.Signals) -> None:
-    """Signal the child, which ends its processes. Send SIGKILL to its remaining processes too."""
+    """Send a signal to the child, which ends its own processes; SIGKILL goes to the whole group."""
     if child.process is None:
         return
     with contextlib.suppress(ProcessLookupError):

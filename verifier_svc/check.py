@@ -16,9 +16,10 @@ from verifier_svc.config import VerifierSettings
 
 
 def check(settings: VerifierSettings) -> None:
-    """Raise OutriderError if the verifier could not start; the error names the setting at fault.
+    """Raise OutriderError if the verifier could not start.
 
-    Loading the target may still fail: only then do bad weights or too little memory show.
+    The error names the setting at fault, or the missing libraries. Loading the target may still
+    fail: only loading shows bad weights or too little memory.
     """
     need_models()
     if settings.engine == "vllm":

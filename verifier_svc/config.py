@@ -196,11 +196,11 @@ class VerifierSettings(TargetSettings, TlsSettings, ScrapedSettings):
 
     @property
     def acceptance_settings(self) -> dict[str, str]:
-        """Return the settings that decide how drafts and tokens are drawn, keyed by flag.
+        """Return the settings that decide how tokens are drawn and drafts accepted, keyed by flag.
 
         Only a verifier with equal settings may continue this verifier's answers. For example,
-        drafters may know the noise of an answer that began without sampled drafts, and then must
-        not sample for it.
+        drafters may know the noise of an answer that began without sampled drafts. Drafters that
+        know this noise must not sample for the answer.
         """
         names = (
             "sampled_drafts",

@@ -21,7 +21,7 @@ _MODEL = ["model_name"]
 _LABELS = [*_MODEL, "drafter", "family", "placement"]
 _SHAPE = [*_MODEL, "shape"]
 _WEIGHTS = [*_MODEL, "drafter", "weights_version"]
-# Only this many versions of a drafter's weights have counts: the present and the previous one.
+# Number of versions of a drafter's weights that have counts: the present and the previous version.
 _VERSIONS = 2
 _PHASES = ["wait", "pack", "forward", "accept", "commit", "send"]
 _POSITIONS = [str(position) for position in range(MAX_DRAFT_TOKENS)]
@@ -33,7 +33,10 @@ def _doubling(first: float, count: int) -> list[float]:
 
 
 class _Registry:
-    """Creates metrics under the prefix `outrider:`, and lists those with the label `drafter`."""
+    """Creates metrics under the prefix `outrider:`.
+
+    `by_drafter` lists the metrics that have the label `drafter`.
+    """
 
     def __init__(self) -> None:
         self.collectors = CollectorRegistry()
@@ -154,14 +157,15 @@ class _WeightsMetrics:
         self.accepted_tokens = registry.counter(
             "spec_decode_num_accepted_tokens_by_weights", "Draft tokens accepted.", _WEIGHTS
         )
-        # Keyed by the id of the drafter; the newest version comes last.
+        # Versions of weights, keyed by the drafter's id; the version that joined last comes last.
         self.versions: dict[str, list[str]] = {}
 
 
 class VerifierMetrics:
     """The metrics of one verifier, in their own registry.
 
-    The engine's thread calls the methods. Counts of drafts are gathered until `flush`.
+    The engine's thread calls the methods. Counts of drafts and of committed tokens are gathered
+    until `flush`.
     """
 
     def __init__(self, model_name: str) -> None:
@@ -180,7 +184,7 @@ class VerifierMetrics:
         self._generated_count = 0
         self._answers: dict[Drafter, list[float]] = {}
         self._walks: dict[tuple[Drafter, LookupResult], tuple[int, int]] = {}
-        # Maps the id of a drafter that is remembered to its present labels.
+        # The present labels of each drafter that has joined and is not forgotten, keyed by its id.
         self._joined: dict[str, tuple[str, ...]] = {}
         self._verified: dict[tuple[Drafter, int, int, int], int] = {}
         self._pauses: dict[PauseReason, int] = {}
@@ -267,7 +271,8 @@ class VerifierMetrics:
     def _add(self, counter: Counter, labels: tuple[str, ...], amount: float = 1.0) -> None:
         """Note an increment of a counter; the next `flush` adds it to the counter.
 
-        The lock and the labels of a Prometheus counter cost more than all other counting of a step.
+        Locking a Prometheus counter and finding its labels takes longer than all other counting of
+        a step.
         """
         key = (counter, labels)
         self._pending[key] = self._pending.get(key, 0.0) + amount
@@ -291,13 +296,13 @@ class VerifierMetrics:
         self._answers.clear()
 
     def joined(self, drafter: Drafter) -> None:
-        """Record a drafter's weights; only its last `_VERSIONS` versions keep their counts."""
+        """Record a drafter that joined; only its last `_VERSIONS` weights versions keep counts."""
         named = self._labels(drafter)
         if self._joined.setdefault(drafter.id, named) != named:
             # A drafter that names another family on every stream must not add series each time.
             self.forget(drafter.id)
             self._joined[drafter.id] = named
-        # The drafter may have been lost while its acceptance was low.
+        # The gauge may be 1 from an earlier stream, which ended while the acceptance was low.
         self.acceptance_fell(drafter, drafter.acceptance_watch.fell)
         if not (version := drafter.hello.weights_version):
             return
@@ -312,7 +317,7 @@ class VerifierMetrics:
             self._of_weights.accepted_tokens.remove_by_labels(labels)
 
     def forget(self, drafter_id: str) -> None:
-        """Drop the metrics of a drafter that will not come back."""
+        """Drop the metrics of a drafter that will not come back, or that changed its labels."""
         self.flush()
         self._joined.pop(drafter_id, None)
         self._of_weights.versions.pop(drafter_id, None)
@@ -320,7 +325,7 @@ class VerifierMetrics:
             metric.remove_by_labels({"drafter": drafter_id})
 
     def _add_draft_counts(self) -> None:
-        """Add what `walked` and `verified` gathered to the counters."""
+        """Add to the counters what `walked` and `verified` gathered."""
         for (drafter, result), (count, wasted) in self._walks.items():
             self._add(self._of_drafts.hits, (*self._labels(drafter), result.value), count)
             self._add(self._of_drafts.wasted_tokens, self._labels(drafter), wasted)
@@ -348,7 +353,7 @@ class VerifierMetrics:
     def _add_shape(self, shape: str, count: int, drafted: int, emitted: int) -> None:
         """Add `count` drafts of a shape.
 
-        Each draft has `drafted` tokens, and its step committed `emitted` tokens.
+        Each draft has `drafted` tokens, and its step committed `emitted` tokens to the sequence.
         """
         labels = (self._model_name, shape)
         self._add(self._of_shapes.drafts, labels, count)
@@ -356,11 +361,11 @@ class VerifierMetrics:
         self._add(self._of_shapes.emitted_tokens, labels, count * emitted)
 
     def _add_branch(self, branch: str, accepted: int) -> None:
-        """Add `accepted` tokens; `branch` tells if they are on the main path or beside it."""
+        """Add `accepted` tokens; `branch` says whether they are on the main path or beside it."""
         self._add(self._of_shapes.accepted_tokens_by_branch, (self._model_name, branch), accepted)
 
     def received(self, drafter: Drafter, byte_count: int) -> None:
-        """Record a message of a draft stream."""
+        """Record the bytes of a message of a draft stream."""
         self._add(self._of_drafts.received, self._labels(drafter), byte_count)
 
     def ignored(self, drafter: Drafter) -> None:
@@ -368,13 +373,13 @@ class VerifierMetrics:
         self._add(self._of_drafts.ignored, self._labels(drafter))
 
     def answered(self, drafter: Drafter, seconds: list[float]) -> None:
-        """Record a drafter's first answers to verdicts; `seconds` has the time of each."""
+        """Record a drafter's first answers to verdicts; `seconds` has the time that each took."""
         self._answers.setdefault(drafter, []).extend(seconds)
 
     def proposed(
         self, drafter: Drafter, token_count: int, stale_count: int, cut_count: int
     ) -> None:
-        """Record proposals: their tokens, and how many of them were stale or cut."""
+        """Record how many tokens the proposals had, and how many of them were stale or cut."""
         labels = self._labels(drafter)
         self._add(self._of_drafts.proposed_tokens, labels, token_count)
         self._add(self._of_drafts.stale_tokens, labels, stale_count)
@@ -388,7 +393,10 @@ class VerifierMetrics:
         self._walks[key] = (count + 1, wasted + walk.wasted)
 
     def verified(self, drafter: Drafter, drafted: int, accepted: int, emitted: int) -> None:
-        """Record a verified chain of `drafted` tokens, and the tokens that its step emitted."""
+        """Record a verified chain of `drafted` tokens.
+
+        `accepted` of them were accepted. The step committed `emitted` tokens to the sequence.
+        """
         key = (drafter, drafted, accepted, emitted)
         self._verified[key] = self._verified.get(key, 0) + 1
 
@@ -397,8 +405,9 @@ class VerifierMetrics:
     ) -> None:
         """Record a drafter's `drafted` tokens of a verified tree.
 
-        `places` has the index of each of its accepted tokens in the accepted path. The tree counts
-        as a draft only of the drafter that `leads`: the drafter of the main path's first token.
+        `places` has the index in the accepted path of each of the drafter's accepted tokens. The
+        tree counts as a draft only of the drafter that `leads`: the drafter of the main path's
+        first token.
         """
         labels = self._labels(drafter)
         if leads:
@@ -445,7 +454,8 @@ class VerifierMetrics:
     def step(self, times: StepTimes, isolated_forward_s: float, sequence_count: int) -> None:
         """Record an engine step.
 
-        The step's forward takes `isolated_forward_s` on an idle machine; 0 if that is unknown.
+        The step's forward takes `isolated_forward_s` on an idle machine. With 0, the step does not
+        count in the times of decoding.
         """
         self._step_seconds.observe(times.step_s)
         self._batch.observe(sequence_count)

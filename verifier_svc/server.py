@@ -47,8 +47,8 @@ from verifier_svc.streams.servicer import VerifierServicer, report_health
 from verifier_svc.verification.batch import DraftVerifier
 from verifier_svc.verification.mask_lanes import Threads
 
-# Number of tokens of the sequences in trial forwards. Few sequences stay shorter for long, and the
-# cost model learns what longer sequences cost from their steps.
+# Length in tokens of each sequence in the trial forwards. Few sequences stay shorter than this for
+# long. What longer sequences cost, the cost model learns from their steps.
 _TRIAL_CONTEXT = 256
 # Processor seconds that a request's masks may take in all, not counting the first 20 ms of each
 # mask. A grammar that needs more is an attack or a mistake.
@@ -67,8 +67,8 @@ async def serve(
 ) -> None:
     """Serve until SIGTERM or SIGINT.
 
-    Raises OutriderError if the target cannot be served, if the engine stopped with an error, or if
-    a drafter in this process lost the device.
+    Raises OutriderError if it cannot listen on the addresses, if the target cannot be served, if
+    the engine stopped with an error, or if a drafter in this process lost the device.
     """
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -123,10 +123,11 @@ async def serve(
 def _drafting(
     drafter: InProcessDrafter, verifier: InProcessVerifier, lost: asyncio.Future[str]
 ) -> asyncio.Task[None]:
-    """Run a drafter in this process; if the drafter fails, the verifier goes on without it.
+    """Run a drafter in this process. If it fails, the verifier mostly goes on without it.
 
-    If the drafter finds that the device has failed, `lost` gets the drafter's name. The target uses
-    that device too, but without a request it would not notice the failure.
+    If the drafter fails because the device has failed, `lost` gets the drafter's name, and the
+    verifier ends. The target uses that device too, but without a request it would not notice the
+    failure.
     """
     name = f"the drafter {drafter.name} in this process"
 
@@ -153,9 +154,9 @@ def _loader(
 
 
 class EngineLoader(Protocol):
-    """Builds an engine on its thread.
+    """Builds an engine on the engine's thread.
 
-    After the build, `info` describes the loaded model, and `grammars` compiles for it.
+    After the build, `info` describes the loaded model, and `grammars` compiles grammars for it.
     """
 
     info: ModelInfo
@@ -267,7 +268,8 @@ class Loader:
     def _watch(self, runner: ModelRunner) -> None:
         """Make forwards keep the hidden states that the settings and this process's drafters name.
 
-        Raises OutriderError(INVALID_VALUE).
+        Raises OutriderError(INVALID_VALUE) if the target has no such state, or if a folder that the
+        settings name is no head of the target with a projection.
         """
         settings = self._settings
         found = load_projections(
@@ -296,7 +298,7 @@ def _config(settings: VerifierSettings, policy: DraftTokensPolicy) -> EngineConf
         settings.max_batch_tokens,
         settings.max_sequences,
         max_drafters=settings.max_drafters,
-        # `synthetic_acceptance_rates` apply only to the main path, so trees are off.
+        # `synthetic_acceptance_rates` apply only to the main path, so they turn trees off.
         draft_trees=settings.draft_trees and not settings.synthetic_acceptance_rates,
     )
 

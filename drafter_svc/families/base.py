@@ -35,10 +35,10 @@ class Loaded:
 class Family(Strategy):
     """A strategy with settings, which `outrider drafter --family` runs.
 
-    The process calls `load` once, and with `has_weights` after each SIGHUP too. Each connection to
-    a verifier has a separate instance. The connection's session calls the instance's methods on the
-    event loop, one at a time. While `propose` of one connection awaits, `propose` of another
-    connection may run.
+    The process calls `load` once, and again after each SIGHUP if `has_weights` is true. Each
+    connection to a verifier has a separate instance. The connection's session calls the instance's
+    methods on the event loop, one at a time. While `propose` of one connection awaits, `propose` of
+    another connection may run.
     """
 
     settings: ClassVar[type[FamilySettings]] = FamilySettings

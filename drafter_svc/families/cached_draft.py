@@ -21,10 +21,10 @@ from outrider.protocol.messages import DraftDistribution
 class Guess:
     """A guessed token, the best tokens at its position, and the distribution to send with it.
 
-    `best` are the tokens that the target is likeliest to commit there, the likeliest first; `token`
-    is the first of `best` unless it was sampled. `shares` are the draft model's estimates of their
-    probabilities, or None. `distribution` is None unless the token was sampled from a distribution
-    that is sent.
+    `best` are the tokens that the target is likeliest to commit there, the likeliest first, or
+    empty. `token` is the first of `best` unless it was sampled or `best` is empty. `shares` are the
+    draft model's estimates of the probabilities of `best`, or None. `distribution` is None unless
+    the token was sampled from a distribution that is sent.
     """
 
     token: int
@@ -136,7 +136,7 @@ class CachedDraft:
     def distribution(self) -> DraftDistribution:
         """How tokens are chosen: as the verifier asked, or ONE_HOT, which is the likeliest token.
 
-        Greedy requests need only the likeliest token. Branches are never sampled.
+        Greedy requests need only the likeliest token. A branch never uses SPARSE.
         """
         opened = self.sequence.opened
         if opened.sampling.greedy:
@@ -170,7 +170,7 @@ class CachedDraft:
             self.goal = self.at + 1 + self.sequence.draft_tokens
 
     def unread(self, limit: int) -> list[int]:
-        """Return the draft model's first `limit` tokens that are not in the KV cache yet."""
+        """Return the first `limit` of the draft model's tokens that are not in the KV cache yet."""
         start = self.kv.num_computed_tokens
         committed = self.committed
         guessed = self.guessed

@@ -1,4 +1,4 @@
-"""The draft model that all of a process's verifiers share, and the thread on which it runs.
+"""The draft model that a process uses for all its verifiers, and the thread on which it runs.
 
 A connection's ModelFamily calls `DraftModel.grow` on the event loop to start a round. One worker
 thread runs the forwards of all rounds, and a forward drafts for the sequences of all verifiers.
@@ -92,10 +92,10 @@ class DraftModel:
     ) -> Future[None]:
         """Start a round. The event loop calls this; the forwards run on the model's thread.
 
-        The round ends when every draft has reached its goal, or after the forward in which
-        `interrupted` became true. Then the future is done, and no later forward touches these
-        drafts. If a forward for these drafts failed, the future has its exception; tokens guessed
-        before are kept.
+        The round ends when each draft has reached its goal, cannot grow further, or was dropped by
+        `pause_prompts`. It ends earlier after the forward in which `interrupted` became true. Then
+        the future is done, and no later forward touches these drafts. If a forward for these drafts
+        failed, the future has its exception; tokens guessed before are kept.
         """
         arrived = _Round(drafts, urgent, interrupted)
         self._arriving.append(arrived)

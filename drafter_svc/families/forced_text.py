@@ -34,8 +34,9 @@ class Path:
     """A text that may follow the committed text.
 
     `chances` has the probability of the byte at each offset where the grammar left a choice. `ends`
-    says that the text ends after the path, and `is_cut` that the grammar forces more text after it.
-    If neither is true, any text may follow, and the path's last token may become a longer token.
+    says that the text ends after the path. `is_cut` says that the path has its maximum length, so
+    the grammar may force more text after it. If neither is true, the grammar leaves open what
+    follows, and the path's last token may become a longer token.
     """
 
     matcher: TextMatcher
@@ -67,7 +68,7 @@ class Path:
 class ForcedText:
     """Finds text that must follow, and text that may follow where there are few ways to go on.
 
-    `stop_token_ids` end a text. Masks have `mask_width` int32 numbers.
+    `stop_token_ids` end a text. A mask has `mask_width` int32 numbers.
     """
 
     def __init__(
@@ -96,7 +97,10 @@ class ForcedText:
         return sorted([*found, *waiting], key=lambda path: -path.chance)
 
     def _grow(self, path: Path, layout: Layout, most_bytes: int) -> list[Path]:
-        """Extend a path by the text that must follow; where there is a choice, return all paths."""
+        """Extend `path` itself by the text that must follow it.
+
+        If the grammar then leaves a few ways to go on, return a longer path for each.
+        """
         forced = path.matcher.jump_forward()[: max(0, most_bytes - len(path.text))]
         if forced:
             path.matcher = path.matcher.fork()

@@ -1,7 +1,7 @@
 """The draft model's forwards, which guess the next token of all sequences at once.
 
-`DraftModel` calls `begin`, `wanting` and `grow` on the model's thread, and `fits` on the event loop
-as well.
+`DraftModel` calls `begin`, `wanting` and `grow` on the model's thread, and `fits` on the event
+loop. `wanting` calls `fits` too.
 """
 
 from __future__ import annotations
@@ -67,16 +67,16 @@ class Forwards:
                 draft.grammar = GrammarState.of(draft.sequence, self._grammars)
 
     def wanting(self, drafts: list[CachedDraft]) -> list[CachedDraft]:
-        """Reserve pages for the drafts below their goals, and return those that have pages."""
+        """Reserve pages for the drafts that should still grow; return the drafts that got pages."""
         return [draft for draft in drafts if self._wants_more(draft)]
 
     def grow(self, drafts: list[CachedDraft]) -> None:
         """Guess the next token of each draft; all drafts must come from `wanting`.
 
         A draft that has not read its whole prompt reads the prompt's next chunk instead. Prompts
-        are read in the order of the drafts. If one forward of a PARD model, or one call of the
-        compiled decoder, can guess several tokens of every draft, then it is used. A forward that
-        raises has changed no draft.
+        are read in the order of the drafts. If one forward of a PARD model, or one call of the C
+        decoder or of CUDA graphs, can guess several tokens of every draft, then it is used. A
+        forward that raises has changed no draft.
         """
         if self._guess_parallel(drafts):
             return
@@ -87,8 +87,8 @@ class Forwards:
     def fits(self, draft: CachedDraft) -> bool:
         """Reserve pages for all tokens of a draft; return False if there are too few.
 
-        Also return False if the model's context has no room for another token, or if a draft model
-        with another vocabulary has no token of the text.
+        Also return False if the model's context has no room for another token, or if the text has
+        no tokens in the vocabulary of a draft model with another tokenizer.
         """
         if not 0 < draft.length < self._runner.context_length:
             return False
@@ -111,8 +111,9 @@ class Forwards:
 
         Mask tokens, in place of the tokens not guessed yet, follow each sequence; each of them
         predicts the token after it. Their keys and values are not kept. Guesses nothing and returns
-        False if the model is no PARD model. Does so too if a draft's guesses depend on the guesses
-        before them, if its prompt has to be read in chunks, or if it lacks pages or context.
+        False if the model is no PARD model. The same holds if a draft's guesses depend on the
+        guesses before them, if its prompt has to be read in chunks, or if it lacks pages or
+        context.
         """
         unknown = self._runner.parallel_token_id
         if unknown is None or not all(_is_independent(draft) for draft in drafts):
@@ -148,9 +149,9 @@ class Forwards:
     def _guess_several(self, drafts: list[CachedDraft], count: int) -> bool:
         """Guess the next `count` tokens of all drafts in one call, with one wait for a GPU.
 
-        Guesses nothing and returns False if one call cannot guess several tokens. This is so if a
-        draft samples, branches, has a grammar, lacks more than one token in its KV cache, or has no
-        room for `count` more tokens.
+        Guesses nothing and returns False if one call cannot guess several tokens. This is so, for
+        example, if a draft samples, branches, has a grammar, lacks more than one token in its KV
+        cache, or has no room for `count` more tokens.
         """
         if not self._runner.continues or len(drafts) > self._max_batch_tokens:
             return False
@@ -259,7 +260,7 @@ class Forwards:
     def _of_target(self, logits_RV: torch.Tensor) -> torch.Tensor:
         """Return logits [R, V] of the target's tokens.
 
-        Without another vocabulary, these are the model's.
+        If the model has the target's vocabulary, these are the model's own logits.
         """
         return logits_RV if self._columns is None else self._columns.pick(logits_RV)
 
@@ -269,10 +270,10 @@ class Forwards:
     def _choose(
         self, drafts: list[CachedDraft], logits_RV: torch.Tensor, places: list[int]
     ) -> list[Guess | None]:
-        """Choose a token of each draft from a row of logits; None where no token may follow.
+        """Choose a token from each row of logits; None where no token may follow.
 
-        Take the likeliest token, or draw a token if the draft's `distribution` says so. `places`
-        are the tokens' positions.
+        `drafts` has the draft of each row, and `places` the position of each token. Take the
+        likeliest token, or draw a token if the draft's `distribution` says so.
         """
         logits_RV = adjust(logits_RV, [_context(draft) for draft in drafts])
         best_RK, shares_RK = _best(logits_RV, trees=_want_trees(drafts))
@@ -403,7 +404,7 @@ def _fetch(*tensors: torch.Tensor) -> Iterator[Any]:
 
 
 def _mask_unknown(drafts: list[CachedDraft], logits_RV: torch.Tensor) -> torch.Tensor:
-    """Give ids that a draft's target does not know the logit -inf, or leave these ids out."""
+    """Set the logits of ids that a draft's target does not know to -inf, or leave these ids out."""
     logits_RV = logits_RV[:, : max(draft.vocab_size for draft in drafts)]
     narrow = [i for i, draft in enumerate(drafts) if draft.vocab_size < logits_RV.shape[-1]]
     if narrow:

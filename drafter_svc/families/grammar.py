@@ -1,10 +1,10 @@
 """Drafts the text that the request's grammar forces: keys, punctuation, parts of a tool call.
 
 The family walks the verifier's own grammar. Where the grammar leaves only a choice of whitespace,
-the family guesses it by the layout of the text so far. Where the grammar leaves a few values, the
-family offers each of them. The text that it finds is written in tokens as the model would write it.
-Everything runs on the event loop, within budgets of processor time; grammars are compiled on
-threads.
+the family guesses the whitespace from the layout of the text so far. Where the grammar leaves a few
+values, the family offers each of them. The family writes the text that it finds in the tokens that
+the model would use. Grammars are compiled on threads. All other work runs on the event loop, within
+budgets of processor time.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from outrider.tokenizer import end_token_ids, fingerprint, load_tokenizer
 
 log = logging.getLogger(__name__)
 
-# The tokenizer also sees this many tokens before the forced text. The token that ends texts is
-# searched among the last `_PROMPT_TOKENS` tokens of a prompt.
+# The tokenizer also sees this many tokens before the forced text. `end_of` looks for the token that
+# ends texts among the last `_PROMPT_TOKENS` tokens of a prompt.
 _CONTEXT_TOKENS = 4
 _PROMPT_TOKENS = 1000
 # A guess looks for this many bytes of forced text: `_BYTES_PER_TOKEN` for each token of the window,
@@ -64,7 +64,7 @@ _REFILL = 0.02
 
 
 class Grammars:
-    """The shared part of all connections: the compiled grammars and the target's tokenizer."""
+    """What all connections share: the compiled grammars and the target's tokenizer."""
 
     def __init__(self, target: str) -> None:
         """Load the libraries and the tokenizer of a directory or hub id, which takes seconds.
@@ -128,9 +128,9 @@ class _Text:
         self.guesses = None
 
     def branch(self, guesses: Sequence[_Guess], at: int) -> Branch:
-        """Return the guesses from `at` on as a branch, up to a guess that is likely wrong.
+        """Return the guesses from `at` on as a branch, cut before the first that is likely wrong.
 
-        A guess is likely wrong if the guesses of its class mostly were.
+        A guess is likely wrong if the guesses of its class mostly were wrong.
         """
         end = next((i for i, each in enumerate(guesses) if self.rates[each.of] < _LEAST), None)
         run = guesses[at:end]
@@ -190,7 +190,7 @@ class GrammarFamily(Family):
             return None
 
     def committed(self, sequence: DraftSequence, num_valid_tokens: int) -> None:
-        """Learn from the committed tokens; `propose` reads them."""
+        """Learn from the committed tokens which guesses were right; `propose` reads the tokens."""
         if text := self._texts.get(sequence.id):
             text.judge(sequence.tokens[text.length :])
 
@@ -222,7 +222,7 @@ class GrammarFamily(Family):
                 del self._texts[sequence.id]
 
     def _charge(self, sequence: DraftSequence, text: _Text, seconds: float) -> None:
-        """Charge the processor time of a guess beyond the free time."""
+        """Charge the processor time of a guess beyond the free time to its sequence and tenant."""
         excess_s = seconds - _FREE_S
         if excess_s > 0.0:
             text.excess_s += excess_s
@@ -308,9 +308,10 @@ def _common(chain: Sequence[int], guesses: Sequence[_Guess]) -> int:
 
 
 def _likely(branch: Branch, first: int, *, more: bool = False) -> Branch:
-    """Return the branch, cut before a token that is unlikely to be committed after `first` tokens.
+    """Return the branch, cut before the first token that is unlikely to be committed.
 
-    With `more`, one unlikely token stays, so that there are branches beside it.
+    The first `first` tokens always stay, and count as certain. With `more`, one unlikely token
+    stays, so that there can be branches beside it.
     """
     cumulative_values = itertools.accumulate(branch.confidences[first:], operator.mul)
     count = first + more + sum(cumulative >= _LEAST_CUMULATIVE for cumulative in cumulative_values)

@@ -1,4 +1,4 @@
-"""The head that all of a process's verifiers share, and the thread on which it runs."""
+"""The head that a process uses for all its verifiers, and the thread on which it runs."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ log = logging.getLogger(__name__)
 _PAGE_SIZE = 16
 _CACHE_BYTES = 2**30
 _FULL_CONTEXTS = 64
-# The number of tokens that are offered in each place of a draft where trees are verified.
+# The number of tokens that are offered at each place of a draft, where trees are verified.
 _TREE_WIDTH = 8
 # The lowest confidence that may be sent: it must be above 0.
 _LEAST_SHARE = 1e-6
@@ -70,9 +70,9 @@ class News:
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """Guesses for one sequence, with the other likely tokens in the place of each guess.
+    """Guesses for one sequence, with the other likely tokens at the place of each guess.
 
-    `deeper` has the runs that go on after one of these tokens.
+    `deeper` has the runs that go on after one of these other tokens.
     """
 
     tokens: list[int]
@@ -115,9 +115,10 @@ class HeadDraft:
         return first_position + len(rows)
 
     def take_news(self) -> News:
-        """Take the committed tokens, and the features of all these tokens except the last.
+        """Take what the head's thread was not told of yet: committed tokens, and kept features.
 
-        Features before a gap are useless and are left out.
+        The last committed token's features stay kept. Features before a gap are useless and are
+        left out.
         """
         tokens = self.sequence.tokens
         most = len(tokens) - 1
@@ -178,7 +179,7 @@ class HeadWorker:
         reading: int | None = None,
         trust_remote_code: bool = False,
     ) -> HeadWorker:
-        """Load the head, on `thread`. Raises OutriderError(INVALID_VALUE) that says what is wrong.
+        """Load the head; `thread` calls this. Raises OutriderError(INVALID_VALUE) with the reason.
 
         The `dtype` "auto" means bfloat16, or float32 on a CPU without our kernels for bfloat16.
         `int8` is as for `outrider.lm.runner.ModelRunner.load`.
@@ -227,8 +228,8 @@ class HeadWorker:
     ) -> None:
         """Choose the interpretation of the head's file that guesses a text best, and log it.
 
-        For the arguments see `reading_choice`. Call this before the first sequence, on any thread.
-        The method returns after the choice.
+        For the arguments see `reading_choice`. Call this before the first sequence, on any thread
+        except the head's. The method returns after the choice.
         """
         choice = self._thread.submit(choose_reading, self._model, text, states, answers).result()
         self._model.read_as(choice.spec)
@@ -284,8 +285,8 @@ class HeadWorker:
     ) -> Future[list[Offer | None]]:
         """Read the news of these drafts, and guess `wanted` tokens for each.
 
-        The result is None for a draft whose features did not all come. If a forward failed, the
-        future has its exception.
+        The future's list has None for each draft whose features did not all come. It has only None
+        if there are too few pages. If a forward failed, the future has its exception.
         """
         news = [(draft, draft.take_news()) for draft in drafts]
         return self._thread.submit(self._draft, news, list(wanted), trees)
@@ -394,7 +395,8 @@ def _ranker(drafts: list[HeadDraft]) -> Rank | None:
     def context(i: int, run: Sequence[int]) -> Context:
         opened, grammar, length = openings[i], drafts[i].grammar, openings[i].prompt_length
         mask = grammar.mask([*texts[i][length:], *run]) if grammar else None
-        # Only bias and penalties read all committed tokens, which may be many.
+        # Only the settings of `adjusts`, such as penalties, need the committed tokens, which may be
+        # many.
         text = [*texts[i], *run] if opened.sampling.adjusts else []
         return Context(opened.sampling, text, length if text else 0, mask=mask)
 
@@ -423,7 +425,7 @@ def _ranker(drafts: list[HeadDraft]) -> Rank | None:
 
 
 def _offer(found: HeadProposal, row: int, wanted: int) -> Offer:
-    """Return a sequence's guesses, up to the first that the request forbids."""
+    """Return a sequence's guesses before the first guess that the request forbids."""
     pairs = zip(found.tokens[row].tolist(), found.confidences[row].tolist(), strict=True)
     kept = [*takewhile(lambda pair: pair[1] >= _LEAST_SHARE, pairs)][:wanted]
     tokens = [token for token, _ in kept]

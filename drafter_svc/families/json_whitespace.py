@@ -1,8 +1,8 @@
 """Learns and guesses the whitespace between the words of a JSON text.
 
-A grammar mostly allows whitespace at each joint of a JSON text, a place between two words or marks.
-A model mostly writes the same whitespace at joints of one kind. The family therefore learns it from
-the text so far.
+A joint is a place between two words or marks of a JSON text. A grammar mostly allows whitespace at
+each joint. A model mostly writes the same whitespace at joints of one kind. The family therefore
+learns the whitespace from the text so far.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ WHITESPACE = b" \t\n\r"
 _MARKS = b"{}[],:"
 # The number of bytes that are kept of a text, to tell the indentation of the text's last line.
 _KEPT_BYTES = 1024
-# Each outcome at a joint moves the trust in the joint's whitespace by the part `_STEP` towards 0 or
-# 1. After the first outcome the trust is `_FIRST_TRUST`.
+# Each outcome at a joint moves the trust in the joint's whitespace towards 0 or 1, by the part
+# `_STEP` of the way. After the first outcome the trust is `_FIRST_TRUST`.
 _STEP = 0.5
 _FIRST_TRUST = 0.9
 
@@ -45,8 +45,8 @@ def _indented(unit: int, last: int, following: int) -> _Shape:
     return 0 if last == ord(",") else _spaced(last, following)
 
 
-# The layouts of json.dumps: by default, without whitespace, and with an indentation; the likeliest
-# first.
+# The layouts of json.dumps, each with its probability, the likeliest first: the default, a layout
+# without whitespace, and two with an indentation.
 _STYLES = (
     (_spaced, 0.6),
     (_compact, 0.3),
@@ -57,7 +57,10 @@ _STYLES = (
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The end of a text: its last byte but whitespace, the whitespace after it, the indentation."""
+    """The end of a text: its last byte that is not whitespace, and the whitespace after that byte.
+
+    `indent` is the indentation of that byte's line.
+    """
 
     last: int
     whitespace: bytes
@@ -107,7 +110,8 @@ class AfterThought:
 class Layout:
     """Guesses the whitespace before a byte from earlier joints of the same kind.
 
-    At an unknown joint it guesses that of a style of `json.dumps` that fits the text so far.
+    At an unknown joint it guesses the whitespace of the `json.dumps` styles that fit the text so
+    far.
     """
 
     def __init__(self) -> None:
@@ -136,7 +140,8 @@ class Layout:
         self.text = text[-_KEPT_BYTES:]
 
     def _read_quoted(self, byte: int) -> None:
-        # JSON has no line break in a string: the quotation mark was in a text before the JSON.
+        # JSON has no line break in a string. So if there is one, the quotation mark was in a text
+        # before the JSON.
         ended = byte == ord("\n") or (byte == ord('"') and not self._escaped)
         self._quoted = not ended
         self._escaped = byte == ord("\\") and not self._escaped
@@ -156,7 +161,8 @@ class Layout:
     def guesses(self, place: Place, byte: int) -> list[tuple[bytes, float]]:
         """Return the whitespace that may yet come between `place` and `byte`, likeliest first.
 
-        Each has its probability. The list is empty if nothing is known about joints of this kind.
+        Each has its probability. The list is empty if nothing is known about joints of this kind,
+        or if the known whitespace does not begin with the whitespace at `place`.
         """
         joint = _joint(place.last, byte)
         known = self._known.get(joint)

@@ -2,8 +2,8 @@
 
 This file runs on the event loop. The code here keeps the KV caches in step with the verdicts and
 decides which guesses and branches the model makes; draft_model.py makes them on a thread of its
-own. Torch is imported only when a model is loaded, because the process is pinned to its cores
-before that.
+own. Torch is imported only when a model is loaded, because the process must be pinned to its cores
+first.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class ModelFamily(Family):
     def opened(self, sequence: DraftSequence) -> None:
         """Create a sequence's KV cache, and share the pages of a known prefix.
 
-        For another vocabulary, the first round shares the pages.
+        If the draft model has another vocabulary, the first round shares the pages.
         """
         opened = sequence.opened
         seed = opened.sampling.seed if opened.sampling.seed is not None else secrets.randbits(64)
@@ -115,7 +115,7 @@ class ModelFamily(Family):
         return max(token_ids) >= own.vocab_size
 
     def committed(self, sequence: DraftSequence, num_valid_tokens: int) -> None:
-        """Cut the KV cache to its right tokens, or continue with the cache of a branch."""
+        """Cut the KV cache to the tokens that are still right, or go on with a branch's cache."""
         draft = self._drafts[sequence.id]
         new = sequence.tokens[draft.committed_count :]
         before = draft.committed_count
@@ -134,8 +134,8 @@ class ModelFamily(Family):
             # No alternatives were remembered for the guesses of a branch.
             draft.alternatives = [[] for _ in sequence.guesses]
         if branch is not None:
-            # The branch was committed. The branch's cache goes on at the place to which the chain's
-            # cache would be rewound.
+            # The branch's first token was committed. The branch's cache goes on at the place to
+            # which the chain's cache would be rewound.
             draft.kv, branch.kv = branch.kv, draft.kv
             held += branch.run
         if not draft.has_unknown_ids:
@@ -196,7 +196,7 @@ class ModelFamily(Family):
     async def _grow(
         self, drafts: list[CachedDraft], interrupted: Callable[[], bool], *, urgent: bool
     ) -> None:
-        """Wait for a round of the draft model. Raises the exception of a forward that failed."""
+        """Run a round of the draft model. Raises the exception of a forward that failed."""
 
         def ended() -> bool:
             return self._is_closed or interrupted()
@@ -266,7 +266,7 @@ class ModelFamily(Family):
     def _offer_leaves(self, draft: CachedDraft) -> None:
         """Offer the best tokens beside this round's guesses, where trees are verified.
 
-        Beside a sampled chain it offers none, because such a chain carries distributions and is
+        Beside a SPARSE chain it offers none, because such a chain carries distributions and is
         verified without branches.
         """
         sequence = draft.sequence
@@ -283,7 +283,10 @@ class ModelFamily(Family):
 def _load_model(
     settings: ModelSettings, place: PlacementPlan, thread: ThreadPoolExecutor
 ) -> tuple[DraftModel, str, str]:
-    """Return the model, its tokenizer's fingerprint and its version. `thread` calls this."""
+    """Return the model, the fingerprint of the target's tokenizer, and the weights' version.
+
+    `thread` calls this.
+    """
     from drafter_svc.families.draft_model import DraftModel
     from drafter_svc.families.vocabulary import load_vocabulary
     from outrider.grammar.compiler import GrammarCompiler
@@ -315,8 +318,8 @@ def _load_runner(settings: ModelSettings, place: PlacementPlan) -> ModelRunner:
 
     device = find_device("cpu" if place.kind != "local" else settings.device)
     use_own_stream(device)
-    # A sequence past its prompt lacks at most 2 tokens: the verifier's committed token and
-    # the last guess.
+    # The KV cache lacks at most 2 tokens of a sequence past its prompt: the verifier's committed
+    # token and the last guess.
     bounds = Bounds(_GRAPHED_SEQUENCES, 2, _MAX_BATCH_TOKENS)
     runner = ModelRunner.load(
         settings.model,

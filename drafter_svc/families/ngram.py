@@ -21,8 +21,8 @@ from drafter_svc.pools.redis import Query, RedisCounters, RedisOptions, RedisPoo
 from outrider.drafter.draft_sequence import DraftSequence
 from outrider.protocol.model_info import ModelInfo
 
-# Between two verdicts, all sequences together have about this many branches, and each sequence may
-# have at least `_MIN_BRANCHES`. A sequence needs a branch at each place where its draft can end.
+# Between two verdicts, all sequences together have about this many branches. Each sequence may have
+# `_MIN_BRANCHES` in any case. A sequence needs a branch at each place where its draft can end.
 # Finding branches costs almost nothing, but sending them costs time.
 _BRANCHES = 64
 _MIN_BRANCHES = 4
@@ -48,7 +48,7 @@ class NgramFamily(Family):
 
     Each request has a pool of its own. `shared` is the public pool of this process, which all
     connections use. `redis` is this connection's client of the pools that all replicas share: one
-    for each tenant, or one for all tenants. `shared` and `redis` may be None.
+    pool for each tenant, or one for all tenants. `shared` and `redis` may be None.
     """
 
     name = "ngram"
@@ -189,7 +189,8 @@ class NgramFamily(Family):
     def _branch(self, sequence: DraftSequence) -> None:
         """Offer other continuations that the sequence's own pool knows, at each place of the draft.
 
-        If the draft fails at a place, a branch there is the next draft, and is already known.
+        If the draft fails at a place, the branch there is the next draft, and the verifier already
+        has it.
         """
         # Where the verifier verifies trees, `_extend` has offered the branches.
         if sequence.wants_tree:

@@ -3,9 +3,9 @@
 The method is SuffixDecoding (Oliaro et al., arXiv 2411.04975). The trees find the longest suffix of
 the sequence that occurred before, and follow its likeliest continuations. A token's probability is
 count(child) / count(parent). A guess ends where the product of its tokens' probabilities falls
-below `min_token_probability`, and is at most `max_spec_factor` times as long as the suffix. The
-trees are Arctic Inference's, in C++, which vLLM uses as well. The trees are called on the event
-loop. With Redis, all replicas share the texts of earlier sequences.
+below `min_token_prob`, and is at most `max_spec_factor` times as long as the suffix. The trees are
+Arctic Inference's, in C++, which vLLM uses as well. The trees are called on the event loop. With
+Redis, all replicas share the texts of earlier sequences.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class SuffixFamily(Family):
     """Drafts for the sequences of one connection with suffix trees.
 
     `corpora` are the trees that connections share; unless given, the family makes its own and
-    raises as Corpora does. An event loop must run if the trees share texts by Redis.
+    raises as Corpora does. An event loop must run if the trees share texts through Redis.
     """
 
     name = "suffix"
@@ -65,7 +65,7 @@ class SuffixFamily(Family):
     async def load(
         cls, settings: SuffixSettings, place: PlacementPlan, metrics: DrafterMetrics
     ) -> Loaded:
-        """Check the settings. Connections of one tokenizer and vocabulary share trees."""
+        """Check the settings. Connections of one tokenizer and vocabulary size share trees."""
         make_pool = _text_pool(settings, metrics)
         # Make trees and discard them, so that a missing package is reported now, not on connecting.
         _corpora(settings)
@@ -135,7 +135,7 @@ class SuffixFamily(Family):
             return  # branches begin beside a guess
         if room := sequence.tree_room:
             count = len(sequence.guesses) - first + room
-            # The factor bounds the tokens of the whole draft, so it grows with the tree's paths.
+            # The factor bounds the tokens of the whole draft, so it grows with the number of paths.
             paths = sequence.tree_tokens / sequence.draft_tokens
             tree = self._speculate(sequence, context, count, paths=paths, use_tree_spec=True)
             for tokens, confidences in _leaves(tree, sequence.acceptance):

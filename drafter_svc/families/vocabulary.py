@@ -26,8 +26,8 @@ _LEAST_SHARE = 0.05
 # Later text may change where the last `_SURE_WORDS` words begin, but not where earlier words begin.
 # A word pattern looks ahead by one character, but blanks may join with line ends after them.
 _SURE_WORDS = 4
-# The number of the target's tokens at the end of a text that are encoded again for each commit, if
-# no word begins where both tokenizers begin a token.
+# The maximum number of the target's tokens at the end of a text that are encoded again for each
+# commit, if no word begins where both tokenizers begin a token.
 _LONGEST_TAIL = 128
 # The number of the draft model's tokens that are encoded again after a cut within a word.
 _SURE_TOKENS = 32
@@ -191,7 +191,7 @@ class Vocabulary:
         return text
 
     def encode(self, tokens: Sequence[int], *, at_beginning: bool) -> _Encoding:
-        """Return the draft model's tokens for the target's tokens of a text or of a part.
+        """Return the draft model's tokens for the target's tokens of a text, or of a part of it.
 
         Both tokenizers must begin a token at the part's beginning.
         """
@@ -219,7 +219,7 @@ class Vocabulary:
 
 
 def _pairs(first: dict[_Key, int], second: dict[_Key, int]) -> dict[int, int]:
-    """Return the ids in `second` for the ids in `first` with the same keys."""
+    """Map each id in `first` to the id that has the same key in `second`, if there is one."""
     return {i: second[key] for key, i in first.items() if key in second}
 
 
@@ -264,7 +264,8 @@ class OwnText:
 
         `held` are the guesses after the previous call's text that are still right. `guesses` are
         the guesses after the present text. Returns how many of the draft model's tokens stay as
-        they were: the number of equal tokens at the beginning of both texts, each with its guesses.
+        they were. This is the number of equal tokens at the beginning of two texts: the previous
+        text with `held`, and the present text with `guesses`.
         """
         before = [*self.ids[self._sure :], *self.of_guesses(held)]
         begin, begin_tokens = self._sure, self._sure_tokens

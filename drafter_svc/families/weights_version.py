@@ -1,4 +1,4 @@
-"""Names the weights that a family has read, and refuses files that changed meanwhile."""
+"""Names the weights that a family has read, and refuses files that changed during the reading."""
 
 from __future__ import annotations
 

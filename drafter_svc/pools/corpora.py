@@ -1,6 +1,6 @@
 """The suffix trees of each tenant, and the texts that they share with other replicas by Redis.
 
-The trees are Arctic Inference's, in C++. Without Redis they hold the last texts of this process.
+The trees are Arctic Inference's, in C++. Without Redis they hold the latest texts of this process.
 With Redis, the trees are a copy of Redis: a background task writes the texts that ended, and reads
 the texts of other replicas. The task also drops each ended text that Redis no longer has, because
 the text was erased, is too old or is beyond the bound. While Redis fails, the trees keep what they
@@ -30,8 +30,9 @@ MAX_TREE_DEPTH = 64
 """The maximum number of tokens of a matched suffix."""
 # The maximum number of tenants with trees. A new tenant replaces the least recently seen tenant.
 _MAX_CORPORA = 64
-# The task looks for tenants that changed every `_SYNC_S` seconds. It compares a tenant without
-# changes with Redis every `_IDLE_S`, so that texts of other replicas come, and erased texts go.
+# Every `_SYNC_S` seconds the task looks for tenants that changed. Every `_IDLE_S` seconds it also
+# compares a tenant without changes with Redis, so that texts of other replicas come, and erased
+# texts go.
 _SYNC_S = 0.5
 _IDLE_S = 10.0
 # The wait after a failure of Redis.
@@ -97,7 +98,7 @@ class TenantTrees:
         return True
 
     def missing(self, digests: Sequence[bytes]) -> list[bytes]:
-        """Return the digests whose texts were not read from Redis yet, or have left the cache."""
+        """Return the digests of texts that the trees lack: not read from Redis yet, or dropped."""
         return [digest for digest in digests if not self._knows(digest)]
 
     def _knows(self, digest: bytes) -> bool:
@@ -106,7 +107,10 @@ class TenantTrees:
         return name is None or name in self.cache.cached_requests
 
     async def keep_only(self, digests: Collection[bytes]) -> None:
-        """Drop ended texts that are neither in `digests` nor unwritten. Other tasks run between."""
+        """Drop ended texts that are neither in `digests` nor unwritten.
+
+        Other tasks run in between.
+        """
         for digest in self._names.keys() - digests:
             if digest not in self.unwritten:
                 self._drop(digest)
@@ -149,8 +153,8 @@ class TenantTrees:
 class Corpora:
     """The trees of each tenant, for the ids of one tokenizer. Connections share them.
 
-    With `pool`, texts are shared by Redis as long as a connection has joined and not left. Raises
-    OutriderError(INVALID_VALUE) if the package arctic-inference is not installed.
+    With `pool`, texts are shared through Redis while at least one connection has joined and has not
+    left. Raises OutriderError(INVALID_VALUE) if the package arctic-inference is not installed.
     """
 
     def __init__(
@@ -226,7 +230,8 @@ class Corpora:
     async def leave(self) -> None:
         """Share texts for one connection less. Without connections, no text waits for Redis.
 
-        A text that waited for the next connection could reach Redis long after it was erased.
+        A text that waited for the next connection could reach Redis long after its tenant was
+        erased there.
         """
         self._connections -= 1
         if self._connections == 0 and self._task is not None:
@@ -240,12 +245,12 @@ class Corpora:
         # On Python 3.11, redis-py can lose a cancellation.
         while self._task is asyncio.current_task():
             try:
-                # New connections show the present certificate.
+                # Each new client shows the present certificate.
                 async with aclosing(pool.connect()) as client:
                     while self._task is asyncio.current_task():
                         began = self._clock()
                         await self._compare_all(pool, client)
-                        # Leave drafting at least half of the time.
+                        # Leave at least half of the time to drafting.
                         await asyncio.sleep(max(_SYNC_S, self._clock() - began))
             # Neither a faulty server nor a bug in the client may end the sharing.
             except Exception as error:  # noqa: BLE001
@@ -259,9 +264,10 @@ class Corpora:
         self._has_failed = True
 
     async def _compare_all(self, pool: TextPool, client: RedisClient) -> None:
-        """Compare the trees that changed, or were not compared for a while, with Redis.
+        """Compare with Redis the trees that changed, or that were not compared for a while.
 
-        A tenant's failure does not stop the others. Raises the first failure at the end.
+        A tenant's failure does not stop the comparisons of other tenants. Raises the first failure
+        at the end.
         """
         failure: Exception | None = None
         for trees in list(self._corpora.values()):

@@ -32,7 +32,7 @@ _MIN_SECRET_BYTES = 16
 def read_secret(path: Path | None) -> bytes:
     """Return the pool's secret, without a line end.
 
-    Raises OutriderError(INVALID_VALUE) if there is none.
+    Raises OutriderError(INVALID_VALUE) if there is none, or if it is too short.
     """
     if path is None:
         message = "must be given with redis: keys in Redis are made with this secret"

@@ -61,7 +61,7 @@ class MemoryPool:
         return len(self._occurrences)
 
     def index(self, text: list[int], start: int) -> None:
-        """Add the tokens of `text` from `start` on. Later `text` may only grow, in place."""
+        """Add the tokens of `text` from `start` on. After this, `text` may only grow, in place."""
         sizes = range(1, self._options.max_matching_ngram_size + 1)
         for end in range(max(start, 1), len(text)):
             for size in sizes:
@@ -100,7 +100,7 @@ class MemoryPool:
         """Return up to `count` continuations of `context` that begin with different tokens.
 
         No continuation begins with a token of `known`, and each has at most `length` tokens.
-        Continuations of longer suffixes come first, then newer continuations.
+        Continuations of longer suffixes come first; for one suffix, newer continuations come first.
         """
         length = min(length, self._options.max_draft_len)
         found: list[list[int]] = []
@@ -121,8 +121,8 @@ class MemoryPool:
         The others begin with different tokens and have at most `length` tokens. Probabilities come
         from PPM's method A (Cleary and Witten, "Data Compression Using Adaptive Coding and Partial
         String Matching", 1984): a token that followed c of n occurrences of the longest suffix has
-        c / (n + 1). The remaining 1 / (n + 1) is divided in the same way among the tokens that
-        followed only shorter suffixes. A token that the pool lacks has probability 0.
+        the probability c / (n + 1). The remaining 1 / (n + 1) is divided in the same way among the
+        tokens that followed only shorter suffixes. A token that the pool lacks has probability 0.
         """
         length = min(length, self._options.max_draft_len)
         share = 0.0

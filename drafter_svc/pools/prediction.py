@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 
 class Prediction:
-    """Guesses the output of one request from its prediction, and finds the place after an edit.
+    """Guesses a request's output from its prediction, and finds the place to go on after an edit.
 
     The prediction is private to its request and never part of a pool.
     """
@@ -30,7 +30,7 @@ class Prediction:
         """Return at most `length` tokens that should follow the output so far.
 
         The result is empty if the output's last tokens are not in the prediction. If they are in
-        several places, take the place nearest to the expected place, since the output follows its
+        several places, the place nearest to the expected place counts, since the output follows its
         prediction in order.
         """
         place = self._find(generated)

@@ -31,8 +31,9 @@ _WARNING_INTERVAL_S = 60.0
 _WRITE_BATCH = 256
 _WRITE_QUEUE = 16_384
 _MAX_TOKENS = 64
-# The maximum number of lookups at the same time, and so of connections for them, which stay open. A
-# connection to a verifier waits for one lookup at a time, so the other running lookups are late.
+# The maximum number of lookups at the same time, and so of connections to Redis for them. These
+# connections stay open. A connection to a verifier waits for one lookup at a time, so the other
+# running lookups are late.
 _MAX_RUNNING = 4
 # The number of late lookups in a row that count as a failure.
 _LATE_IN_A_ROW = 3
@@ -302,7 +303,7 @@ class RedisPool:
         return self._lookup_breaker.has_failed or self._write_breaker.has_failed
 
     def _record_late(self) -> None:
-        """Count a lookup that took longer than its budget. After a few in a row, stop for a while.
+        """Count a lookup that took longer than its budget. After a few in a row, block lookups.
 
         Only a lookup in time resets the count. A late lookup is useless, even if Redis answers it.
         """

@@ -57,7 +57,7 @@ def token_ids(value: object, most: int, vocab_size: int) -> list[int]:
 
 
 def _checked_list(reply: Any) -> list[Any]:
-    """Return a reply that is a list; for any other, which may be vast, raise InvalidResponse."""
+    """Return the reply if it is a list. Raise InvalidResponse for any other, which may be vast."""
     if not isinstance(reply, list):
         raise InvalidResponse(f"a reply is no list, but of the type {type(reply).__name__}")
     return reply
@@ -127,7 +127,7 @@ class RedisClient:
         """Set the (key, value) pairs of each bucket, in one round trip to each server.
 
         A bucket is named by its index's key. A bucket keeps its `most` newest entries for at most
-        `ttl_s`. Returns None for each bucket, or the exception of a bucket that failed.
+        `ttl_s`. Returns for each bucket None, or the exception with which it failed.
         """
         arguments = [round(time.time(), 3), ttl_s, most]
         pipeline: Any = self._client.pipeline(transaction=False)

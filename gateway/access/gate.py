@@ -50,8 +50,8 @@ _STRANGER = Identity("", is_operator=False)
 class Gate:
     """Identifies callers.
 
-    Without keys everybody is an operator; if clients need certificates, only those whose
-    certificate has the role operator. Raises OutriderError(INVALID_VALUE) for unusable keys.
+    Without keys everybody is an operator. But if clients need certificates, only a client whose
+    certificate has the role operator is one. Raises OutriderError(INVALID_VALUE) for unusable keys.
     """
 
     def __init__(self, settings: GatewaySettings) -> None:
@@ -81,7 +81,7 @@ class Gate:
         return Identity(entry.tenant, entry.role == "operator", entry)
 
     def identify_http(self, scope: Scope) -> Identity:
-        """Return the caller of an HTTP request. Raises OutriderError(INVALID_API_KEY) as above."""
+        """Return the caller of an HTTP request. Raises OutriderError as `identify` does."""
         return self.identify(HTTPConnection(scope).headers, scope.get(PEER_KEY))
 
 
@@ -126,7 +126,7 @@ def key_in(authorization: str) -> str:
 
 
 class RequireKey:
-    """ASGI middleware that answers 401 to callers without a key, except on `OPEN_PATHS`.
+    """ASGI middleware that answers 401 to callers without a valid key, except on `OPEN_PATHS`.
 
     Every other path needs a key, so a new route is closed unless `OPEN_PATHS` lists it.
     """

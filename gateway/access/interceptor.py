@@ -11,7 +11,7 @@ from gateway.access.gate import Gate
 from outrider.errors import OutriderError
 from outrider.process.network.rpc_checks import refusal
 
-# Watch is not open: a call of Watch never ends, and strangers could hold any number of them.
+# Watch is not open: a call of Watch never ends, and strangers could hold any number of such calls.
 _OPEN = (f"/{health.SERVICE_NAME}/Check", f"/{health.SERVICE_NAME}/List")
 
 

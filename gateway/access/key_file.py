@@ -1,4 +1,4 @@
-"""The file of API keys: it has a hash, a tenant, a limit and an expiry, but never a key itself.
+"""The file of API keys: for each key its hash, tenant, limit and expiry, but never the key itself.
 
 A key is 256 random bits, so nobody can find it by trying, and a single SHA-256 hides it. A slow
 hash such as bcrypt protects passwords, which people choose. For API keys, a slow hash would cost

@@ -95,7 +95,7 @@ def host_allowed(host: str, patterns: Sequence[str]) -> bool:
 def origin_pattern(origins: Sequence[str]) -> str:
     """Return a regular expression that matches exactly these origins.
 
-    In an origin, * stands for letters, digits, dots and hyphens. The origin "*" matches all.
+    In an origin, * stands for letters, digits, dots and hyphens. "*" alone matches every origin.
     """
     if "*" in origins:
         return ".*"

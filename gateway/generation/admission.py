@@ -20,8 +20,9 @@ from gateway.upstream.routing import Router
 from outrider.errors import OutriderError, Reason
 from outrider.protocol.model_info import Load, retry_after_s, wait_s
 
-# Safety factor on both estimates, because recent answers may have been measured in smaller batches.
-# Without this factor, a verifier that became slower would make every admitted answer late.
+# Safety factor on the estimated times of the wait and of the answer, because recent answers may
+# have been measured in smaller batches. Without this factor, a verifier that became slower would
+# make every admitted answer late.
 _MARGIN = 2.0
 # The clients of OpenAI and Anthropic send this timeout (seconds) if nobody has chosen a timeout.
 # So this value does not show that the caller wants to wait for that long.
@@ -40,7 +41,7 @@ class ClientTimeout:
 
     @property
     def is_chosen(self) -> bool:
-        """True if a caller chose the timeout. Any other caller waits for `--patience-seconds`."""
+        """True if the caller chose the timeout. Any other caller waits for `--patience-seconds`."""
         return not {self.total_s, self.first_s} <= {None, _UNCHOSEN_S}
 
     def ends_at(self, now: float) -> float:
@@ -55,10 +56,13 @@ class ClientTimeout:
 
 
 class Admission:
-    """Counts the sequences of this gateway from their request's arrival on."""
+    """Counts this gateway's sequences from their request's arrival on, and refuses requests."""
 
     def __init__(self, router: Router, metrics: GatewayMetrics, patience_s: float = 0.0) -> None:
-        """Callers that choose no timeout wait `patience_s` for their first token; 0: for ever."""
+        """Callers that choose no timeout wait `patience_s` for their first token.
+
+        With 0 they wait for ever.
+        """
         self._router = router
         self._patience_s = patience_s or None
         self._metrics = metrics
@@ -139,9 +143,9 @@ class TotalLoad(NamedTuple):
     """The load of a model's verifiers together. All counts are numbers of sequences."""
 
     places: int
-    """The number of sequences that run at once."""
+    """The number of sequences that can run at once."""
     most: int
-    """The number of sequences that run or wait at once."""
+    """The number of sequences that can run or wait at once."""
     sequence_s: float | None
     """The mean time that recent sequences were in a batch (seconds); None before the first."""
 
@@ -174,7 +178,7 @@ def check(
     count: int,
     timeout: ClientTimeout,
 ) -> None:
-    """Raise OutriderError(OVERLOADED) if a tenant's `count` new sequences are too many or late.
+    """Raise OutriderError(OVERLOADED) if a tenant's `count` new sequences are too many or too late.
 
     `counts` maps each tenant to its number of sequences under way; `foreign_count` is the number of
     sequences of other gateways.
@@ -207,7 +211,7 @@ def fair_share(places: int, rivals: Sequence[int]) -> float:
 
     `rivals` has the number of places that each other tenant wants. The verifier gives a free place
     to the tenant with the fewest places. So a rival that wants less than an equal share gets what
-    it wants, and the other tenants share the rest.
+    it wants, and the other tenants share the remaining places.
     """
     left = float(places)
     sharing = 1 + len(rivals)

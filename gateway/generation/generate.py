@@ -33,8 +33,8 @@ log = logging.getLogger(__name__)
 # A request that makes verifiers crash must not crash all of them, even if each writes some tokens
 # before its crash. A request that every verifier refuses must not be sent over and over.
 _MOST_LOST = 4
-# A round of the event loop writes requests of at most about this many tokens of prompt and
-# prediction to a verifier. Writing takes 30 ns per token.
+# The sequences of a request that are sent in one round of the event loop have at most about this
+# many tokens of prompts and predictions together. Writing takes 30 ns per token.
 _REQUEST_TOKENS_AT_ONCE = 400_000
 # The name of the call that carries a gateway's sequences, for their spans.
 _METHOD = "outrider.internal.v1.TokenStreamService/StreamTokens"
@@ -44,8 +44,8 @@ _EARLY_S = 0.1
 
 # A client may leave an answer unread for this long after the buffers are full. Meanwhile the answer
 # has no part in the verifier's steps, and no slot. After this time the answer ends with
-# slow_reader. A client that still reads now and then loses nothing, and a client that is gone frees
-# its buffers soon.
+# slow_reader. A client that still reads from time to time loses nothing, and the buffers of a
+# client that is gone are freed soon.
 _UNREAD_S = 60.0
 
 Build = Callable[[ModelInfo], Sequence[TextRequest]]
@@ -77,10 +77,10 @@ class Generation:
         self.table = TokenTable(prompts.tokenizer)
 
     def echo(self, prompt: str | list[int], info: ModelInfo) -> str:
-        """Return the prompt's text, for the answer to repeat. Raises OutriderError(INVALID_VALUE).
+        """Return the prompt's text, for the answer to repeat.
 
         If the ids end within a character, the text leaves that character out: the generated text
-        begins with it.
+        begins with it. Raises OutriderError(INVALID_VALUE) for ids that the model does not have.
         """
         if isinstance(prompt, str):
             return prompt
@@ -171,8 +171,9 @@ class _Sequence:
         self._scored = 0
         self._scored_again = 0
         self._lost_count = 0
-        # Each new token resets these two values: the number of refusals by replicas (other than for
-        # a full queue), and the time at which the sequence stops waiting for a replica.
+        # Each new token resets these two values: the number of refusals by replicas, and the time
+        # at which the sequence stops waiting for a replica. A refusal for a full queue counts only
+        # after this time.
         self._refused_count = 0
         self._deadline: float | None = None
         self._go_to(pick)
@@ -324,8 +325,8 @@ class _Sequence:
     def _moves(self, reason: Reason) -> bool:
         """Return whether the sequence goes to another replica after an error.
 
-        If a full queue refused the sequence, it goes to another replica in two cases: it has
-        started, so it was accepted once, or another replica has room for it.
+        If a full queue refused the sequence, it goes to another replica in two cases: if it has
+        started, since it was accepted once, and if another replica has room for it.
         """
         if reason is not Reason.OVERLOADED:
             return reason in RETRYABLE
@@ -333,7 +334,9 @@ class _Sequence:
         return self._builder is not None or not all(pick.busyness()[0] for pick in picks)
 
     async def _fail_over(self, error: OutriderError) -> None:
-        """Go to another replica after `error`. Raises OutriderError if there is no other replica.
+        """Go to a ready replica after `error`.
+
+        Raises OutriderError if there is none, or after more than `_MOST_LOST` losses or refusals.
 
         A sequence that has got a chunk waits for a replica. A sequence without a chunk does not
         wait, since its caller has received nothing and can ask again.

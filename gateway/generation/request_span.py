@@ -32,7 +32,7 @@ def begin(
 
 
 def describe_settings(span: Span, request: TextRequest) -> None:
-    """Write settings that differ from their default to a request's span."""
+    """Write to a request's span the settings that differ from their defaults."""
     sampling = request.tokens.sampling
     span.set(outrider__speculation=request.tokens.speculation.enabled)
     for name in ("temperature", "top_p", "top_k", "frequency_penalty", "presence_penalty"):

@@ -53,7 +53,7 @@ class TextCall(ABC):
     identity: Identity
     access: Access
     headers: Mapping[str, str]
-    """The caller's headers, in lower case; they may name its trace."""
+    """The caller's headers, with names in lower case; they may name the caller's trace."""
     model: str | None
     """The model that the caller names; None or "" for any."""
     operation: str
@@ -61,7 +61,7 @@ class TextCall(ABC):
     streams: bool
     limit: AnswerLimit
     has_slot: bool
-    """True if the caller holds a slot of `preparing` already, to parse the body."""
+    """True if the request already holds a slot of `preparing`, which it took to parse the body."""
     prediction: str = ""
     """The answer that the caller expects."""
 
@@ -79,7 +79,7 @@ class TextCall(ABC):
 
     @abstractmethod
     def release_slots(self) -> None:
-        """Release the slots that the request may hold since its arrival."""
+        """Release the slots that the request may have held since its arrival."""
 
     @abstractmethod
     def responding(self, span: Span) -> AbstractContextManager[None]:
@@ -125,8 +125,8 @@ async def serve_text(generation: Generation, call: TextCall) -> AsyncIterator[Te
     tenant = call.identity.tenant
     model, info = generation.router.lookup(call.model)
     prompt_count, n, timeout = call.demand()
-    # AdmissionMiddleware has counted the request as one sequence. From here on, `admitted` counts
-    # each of the request's sequences instead.
+    # AdmissionMiddleware may have counted a request over HTTP as one sequence. From here on,
+    # `admitted` counts each of the request's sequences instead.
     call.release_slots()
     admitted = generation.admission.admit(model, tenant, prompt_count * n, timeout)
     span = begin(call.headers, model, call.operation, n, stream=call.streams)
@@ -186,8 +186,7 @@ async def _encoded(generation: Generation, call: TextCall, info: ModelInfo) -> l
     prediction = await prompts.encode_start(call.prediction, most) if call.prediction else []
     encoded = []
     for given in call.prompts():
-        # Tokenising even a short prompt takes the event loop 2 ms or more, and a request may have
-        # 64 prompts.
+        # Tokenising a prompt takes the event loop up to 2 ms, and a request may have 64 prompts.
         await asyncio.sleep(0)
         content, name = given.content, given.field_name
         echo = None

@@ -29,8 +29,8 @@ Each of them adds its work to a round of the event loop.
 """
 # While requests come in round after round, slots are held back, but for no longer than `_HOLD_S`:
 # enough time to accept some thousand connections. After that time slots are given for `_GIVE_S`
-# even while requests come in, since requests may never stop. Both limits are seconds of processor
-# time, because a busy machine takes longer to accept requests.
+# even while requests come in, since they may never stop coming in. Both limits are seconds of
+# processor time, because a busy machine takes longer to accept requests.
 _HOLD_S = 0.4
 _GIVE_S = 0.1
 

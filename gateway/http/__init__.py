@@ -1,1 +1,1 @@
-"""HTTP: OpenAI's API, its schema and answers, connections, and the page."""
+"""HTTP: OpenAI's and Anthropic's APIs, with schemas and answers, connections, and the page."""

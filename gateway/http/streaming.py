@@ -55,7 +55,7 @@ class AnswerWriter(Protocol):
         """
 
     def failure(self, error: OutriderError) -> bytes:
-        """Return the events that end a stream which fails after its first event."""
+        """Return the events that end a stream which fails after its status line was sent."""
 
 
 class EventStream(StreamingResponse):
@@ -83,7 +83,7 @@ class EventStream(StreamingResponse):
 
 
 def ping_seconds(scope: Scope) -> float:
-    """Return the length of a pause after which a stream gets a ping; infinity for no pings."""
+    """Return after how many seconds of silence a stream sends a ping; infinity if it sends none."""
     return scope["app"].state.ping_seconds or math.inf
 
 

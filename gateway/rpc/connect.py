@@ -57,7 +57,9 @@ _BY_CODE = {
     Code.CANCELED: Reason.CLIENT_GONE,
     Code.UNKNOWN: Reason.INTERNAL,
 }
-"""The reasons of the library's own errors. All other errors are faults of the request's frames."""
+"""The reasons of the library's own errors. Errors with other codes, except RESOURCE_EXHAUSTED, are
+faults of the request's frames.
+"""
 _UNKNOWN_NAME = re.compile(r'has no field named "([^"]*)" at "GenerateTextRequest\.?([^"]*)"')
 """What protobuf's JSON parser says about an unknown field: its name and place."""
 
@@ -86,8 +88,8 @@ class _Application(ConnectASGIApplication[GenerationServicer]):
             _Reporting(google_protobuf_binary_codec()),
             _Reporting(google_protobuf_json_codec(ignore_unknown_fields=False)),
         ]
-        # There is no compression: messages are a few bytes each, and it would need another limit of
-        # their size.
+        # There is no compression: messages are a few bytes each, and compression would need another
+        # limit of their size.
         super().__init__(
             service=servicer,
             endpoints=_endpoints,

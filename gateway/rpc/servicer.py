@@ -72,8 +72,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     ) -> AsyncGenerator[generation_pb2.GenerateTextResponse, None]:
         """Yield the responses to one request. Raises OutriderError.
 
-        The caller's `headers`, in lower case, name its tenant and its trace. The call's deadline is
-        `left_s` seconds from now; None for no deadline.
+        The caller's `headers`, with names in lower case, name its tenant and its trace. The call's
+        deadline is `left_s` seconds from now; None for no deadline.
         """
         identity = self._gate.identify(headers)
         access_log.current().tenant = identity.tenant

@@ -132,7 +132,10 @@ def _behind_thought(
 def _state(
     thought: Thought | None, prompt: Prompt, options: AnswerOptions, *, is_bound: bool
 ) -> ThoughtState:
-    """Return where the answer begins. If `is_bound`, a grammar binds all text except a thought."""
+    """Return the thought's state where the answer begins.
+
+    If `is_bound`, a grammar binds all text except a thought.
+    """
     if thought is None or (is_bound and options.binds_thought):
         return "over"
     state = thought.state(prompt.end, options.continued)

@@ -108,8 +108,8 @@ class UsageTotals:
         """Return the `speculation` field of an answer. Empty without speculation.
 
         The field names the acceptance rules used, and says whether all are lossless. If most steps
-        of a choice verified no draft, the field says why. If several choices had such steps, it
-        gives the reason of the choice with the most steps without a draft.
+        of a choice verified no draft, the field says why. If this is so for several choices, the
+        field gives the reason of the choice with the most steps without a draft.
         """
         stats = [finish.stats for finish in self.finishes if finish is not None]
         described: dict[str, Any] = {}

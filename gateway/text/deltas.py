@@ -206,7 +206,7 @@ class DeltaBuilder:
     def _add_text(self, chunk: TokenChunk, *, ended_by_token: bool) -> tuple[list[Part], int]:
         """Return the parts that the chunk adds, and how many of its tokens belong to the answer.
 
-        Tokens after the token that completes a stop string do not belong to it.
+        Tokens after the token that completes a stop string do not belong to the answer.
         """
         ids = chunk.token_ids
         before = self._text.token_count

@@ -24,8 +24,8 @@ _INLINE_CHARACTERS = 5_000
 # The number of texts that are tokenised on threads at the same time, besides one long text. A
 # million tokens take about 200 MB while they are tokenised.
 _CONCURRENT_TEXTS = 2
-# A text with more characters per token of the context is probably too long. Its tokens are
-# counted in slices first, to stop early and to save memory.
+# A text with more than this many characters for each token of the context is probably too long. Its
+# tokens are counted in slices first, to stop early and to save memory.
 _USUAL_CHARACTERS = 8
 _SLICE_CHARACTERS = 65_536
 # Cutting a text into slices adds tokens, but far fewer than the text has.
@@ -93,7 +93,8 @@ class Prompts:
     async def encode_start(self, text: str, max_tokens: int) -> list[int]:
         """Return the ids of the text's beginning, at most `max_tokens`, without special tokens.
 
-        A very long text is tokenised in slices, so its ids may differ near a slice's border.
+        A very long text is tokenised in slices. Near a slice's border its ids may differ from those
+        of the whole text.
         """
         if len(text) > _SLICE_CHARACTERS:
             return (await self._first_tokens(text, max_tokens))[:max_tokens]
@@ -240,7 +241,7 @@ def _tokenizer_config(model: str) -> dict[str, Any]:
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """Map bos_token, eos_token and so on to the token, which is a string or {"content": …}."""
+    """Map bos_token, eos_token and so on to tokens: in `config` each a string or {"content": …}."""
     tokens = {}
     for name, token in config.items():
         text = token.get("content") if isinstance(token, dict) else token

@@ -102,8 +102,8 @@ class AnswerLimit:
         """Return the maximum number of tokens to generate after this prompt.
 
         Raises OutriderError, which names the caller's fields: INVALID_VALUE for ids that the model
-        does not have, for too few tokens and for `min_tokens` above the result,
-        CONTEXT_LENGTH_EXCEEDED for a prompt and answer that do not fit the context.
+        does not have, for too few tokens and for `min_tokens` above the result;
+        CONTEXT_LENGTH_EXCEEDED if the prompt and the answer do not fit the context.
         """
         name = prompt.field_name
         length = len(prompt.token_ids)

@@ -73,7 +73,7 @@ _FORMS = (
     CallForm(has_text_arguments=True, has_null_content=True),
 )
 _NEEDLE = "outrider_probe"
-# Mistral's templates take only ids of nine letters and digits.
+# Mistral's templates take only ids of nine characters, which are letters or digits.
 _PROBE_CALL = {
     "id": "call00001",
     "type": "function",
@@ -147,7 +147,10 @@ class ChatTemplate:
         return await asyncio.wrap_future(work)
 
     def _find_form(self, name: str, special_tokens: Mapping[str, str]) -> CallForm:
-        """Return the first form of a call whose arguments the template renders as JSON."""
+        """Return the first form of a call in which the template renders the arguments as JSON.
+
+        If there is no such form, return the first form.
+        """
         variables = {
             **special_tokens,
             "tools": [_PROBE_TOOL],

@@ -14,8 +14,8 @@ _UNSURE_CHARACTERS = 3
 # whole run of byte tokens as replacement characters until the run's last character is complete.
 _LONGEST_WAIT = 128
 _BORDER_SEARCH = 8
-# An answer's first token is decoded after this many of the prompt's last tokens that have text. The
-# decoder looks for these tokens among the prompt's last `_PROMPT_SEARCH` tokens.
+# An answer's first token is decoded after at most this many of the prompt's last tokens that have
+# text. The decoder looks for these tokens among the prompt's last `_PROMPT_SEARCH` tokens.
 _PROMPT_CONTEXT = 8
 _PROMPT_SEARCH = 1024
 
@@ -23,8 +23,8 @@ _PROMPT_SEARCH = 1024
 class Detokenizer:
     """Decodes a growing sequence of ids without splitting a character.
 
-    A push decodes only the new tokens, the tokens that are held back, and the tokens returned just
-    before them as context. So its cost does not grow with the text.
+    A push decodes only the new tokens, the tokens that are held back and, as context, the last
+    tokens whose text was returned. So its cost does not grow with the text.
     `tokenizers.decoders.DecodeStream` also decodes in this way, but raises on invalid UTF-8 and
     cannot return the text that it holds back.
     """
@@ -285,7 +285,10 @@ class TextStream:
         return [Content(text)] if text else []
 
     def _scan(self, parts: Sequence[Part]) -> list[Part]:
-        """Return the parts before the first stop string in content, unless a call comes first."""
+        """Return the parts before the first stop string in content.
+
+        A stop string does not go on across another part, such as a call.
+        """
         early = self.token_count <= self._min_tokens
         scanned: list[Part] = []
         for part in parts:

@@ -25,7 +25,7 @@ _BYTE_OF_LETTER = {chr(byte): byte for byte in _PRINTED}
 _BYTE_OF_LETTER |= {chr(256 + i): byte for i, byte in enumerate(_UNPRINTED)}
 # An unfinished last character, and the character before it, begin within this many last tokens.
 _CHARACTER_TOKENS = 8
-# The number of tokens that are tried if no token is a single letter.
+# The number of tokens that are tried if no token is a single letter or digit.
 _SEARCHED = 4096
 
 

@@ -1,7 +1,8 @@
 """Reads a call's arguments from a growing text, and writes them as JSON.
 
-A reader takes the text that belongs to the arguments and leaves the rest. It passes JSON on piece
-by piece, as the model writes it. In other styles it writes a piece for each complete value.
+A reader takes the text that belongs to the arguments and leaves the text after them. It passes JSON
+on piece by piece, as the model writes it. In other styles it writes a piece for each complete
+value.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ class ArgumentReader(ABC):
     def read(self, text: str) -> tuple[str, str]:
         """Take text of the arguments.
 
-        Returns the next piece of JSON and the text that is not yet taken, which begins the next
-        call's `text`.
+        Returns the next piece of JSON, and the text that is not yet taken. The caller puts the
+        latter before the next text.
         """
 
 

@@ -23,7 +23,7 @@ Style = Literal[
 
 @dataclass(frozen=True, slots=True)
 class CallMarks:
-    """The texts around a call's arguments. `begin` holds {name}, and {number} for digits.
+    """The texts around a call's arguments. `begin` has {name}, and may have {number} for digits.
 
     Where arguments are written in tags, blanks around the tags belong to the arguments.
     """

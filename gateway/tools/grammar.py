@@ -98,7 +98,7 @@ class _Calls:
         return self._tags()
 
     def after_first(self, text: Json | None) -> list[Json]:
-        """Return what may follow the first of `tags`: `text` if given, or only calls."""
+        """Return what may follow the first call or section: `text` if given, or else only calls."""
         if not self._use.is_parallel:
             return []
         if text is not None:
@@ -147,7 +147,7 @@ class _Calls:
 def _after_thought(
     thought: Thought, state: ThoughtState, body: Json, calls: _Calls, *, is_text: bool
 ) -> Json:
-    """Return the elements for a thought and then the body. A call within the thought ends it."""
+    """Return the element for a thought followed by the body. A call in the thought ends it."""
     # If thoughts are messages, `after` begins a message of content but not a message with a call,
     # so it is no layout.
     is_layout = thought.after and not thought.is_message
@@ -182,7 +182,7 @@ def _held(tool: Tool, use: ToolUse) -> Json:
 
 
 def _closed(schema: Any) -> Any:
-    """Return the schema, closed to properties that it does not name, unless it speaks of others.
+    """Return the schema, closed to properties that it does not name, unless it may allow some.
 
     A model would otherwise invent arguments, which no function takes.
     """

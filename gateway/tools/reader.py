@@ -80,8 +80,8 @@ class Reading:
     is_bound: bool = False
     """True if all text after the thought is content, because a grammar binds it."""
     held: frozenset[str] = frozenset()
-    """The tools whose arguments the grammar always holds to their schemas. If a call is forced, it
-    holds the arguments of all tools.
+    """The tools whose arguments the grammar always holds to their schemas. If a call is forced, the
+    grammar does so for all tools.
     """
     first_call: int = 0
     """The number of calls in the conversation before this answer."""
@@ -294,7 +294,7 @@ class AnswerReader:
         return False
 
     def _openers(self) -> list[str]:
-        """Return the strings that end content. A thought comes first or not at all."""
+        """Return the strings that end content. No thought begins after content."""
         thought, form = self._reading.thought, self._reading.form
         openers = [] if form is None else [form.trigger]
         if thought is not None and self._thought_may_begin:
@@ -428,7 +428,8 @@ class AnswerReader:
         """Take the text after a call's arguments."""
         assert self._marks is not None
         end = self._marks.end.lstrip()
-        # The blanks belong to the mark; without a mark they belong to the content.
+        # Blanks after the arguments belong to the end mark; without a mark they belong to the
+        # content.
         if end:
             self._buffer = self._buffer.lstrip()
             if not self._buffer.startswith(end):

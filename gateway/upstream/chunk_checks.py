@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 def check_chunk(chunk: TokenChunk, info: ModelInfo, left: int, address: str) -> None:
     """Check a chunk against the model.
 
-    `left` is how many tokens the sequence may still get, with this chunk. Raises
+    `left` is how many tokens the sequence may still get, this chunk's included. Raises
     OutriderError(INTERNAL) for a chunk that no verifier of this model can send; the log has the
     verifier's address.
     """

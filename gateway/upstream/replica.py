@@ -108,7 +108,7 @@ class Replica:
         return len(self.sequences) - self.unread_count
 
     def fail_sequences(self, error: OutriderError, *, waiting_only: bool = False) -> None:
-        """End all sequences with an error, or only those without a chunk yet."""
+        """End all sequences with an error; if `waiting_only`, only those without a chunk yet."""
         for tokens in (*self._earlier.values(), self.tokens):
             tokens.fail_sequences(error, waiting_only=waiting_only)
 

@@ -57,8 +57,9 @@ class Pick(NamedTuple):
     def busyness(self) -> tuple[bool, float]:
         """Return whether the replica's queue is full, and its load.
 
-        The load is the number of its sequences, divided by the number that fits at once. If the
-        verifier does not report its load, it is the number of this gateway's sequences there.
+        The load is the number of the replica's sequences, divided by the number that fits at once.
+        If the verifier does not report its load, the number of this gateway's sequences there takes
+        its place.
         """
         own = self.replica.own_count
         load = self.info.load
@@ -152,7 +153,7 @@ class Router:
                 del self._polls[replica]
 
     async def drain(self, seconds: float) -> None:
-        """Refuse new requests, let running sequences run for `seconds`, and fail the rest."""
+        """Refuse new requests, let running sequences run for `seconds`, and fail those left."""
         self.draining = True
         self._wake()
         deadline = time.monotonic() + seconds

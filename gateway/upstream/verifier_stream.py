@@ -75,8 +75,9 @@ class VerifierStream:
         When MOST_UNREAD chunks wait to be read, the sequence is paused at the verifier, until only
         a few of them wait. `on_pause` is called with each change, see `ReadAhead`.
         Closing the iterator cancels the sequence. Raises OutriderError: the verifier's error,
-        VERIFIER_UNAVAILABLE if the stream breaks, REQUEST_TOO_LARGE, SLOW_READER if it is paused
-        and nothing is read for `unread_s`, and DEADLINE_EXCEEDED at the monotonic time `ends_at`.
+        VERIFIER_UNAVAILABLE if the stream breaks, REQUEST_TOO_LARGE, SLOW_READER if the sequence
+        is paused and nothing is read for `unread_s`, and DEADLINE_EXCEEDED at the monotonic time
+        `ends_at`.
         """
         if self._call is None or self._call.ended:
             # The task gets an empty context: later log lines of the stream do not belong to this
@@ -97,7 +98,7 @@ class VerifierStream:
             call.end(call_id)
 
     def fail_sequences(self, error: OutriderError, *, waiting_only: bool) -> None:
-        """End all sequences with an error, or only those without a chunk yet."""
+        """End all sequences with an error; if `waiting_only`, only those without a chunk yet."""
         if self._call is not None:
             self._call.fail_sequences(error, waiting_only=waiting_only)
 
@@ -214,7 +215,7 @@ class _StreamCall:
         return chunks is not None
 
     def fail_sequences(self, error: OutriderError, *, waiting_only: bool) -> None:
-        """End all sequences with an error, or only those without a chunk yet."""
+        """End all sequences with an error; if `waiting_only`, only those without a chunk yet."""
         for call_id in list(self._waiting if waiting_only else self._running):
             self._fail(call_id, replace(error))
 
@@ -233,7 +234,7 @@ class _StreamCall:
         """End all sequences and the call."""
         self._reading.cancel()
         await asyncio.wait({self._reading})
-        # A task that is cancelled before it starts does not hang up, so this call does.
+        # A task that is cancelled before it starts does not hang up, so `close` does.
         self._hang_up(_HUNG_UP)
 
     async def _requests(self) -> AsyncIterator[token_streams_pb2.StreamTokensRequest]:

@@ -3,7 +3,7 @@
 const COLORS = 4;
 const known = new Map();
 
-/** The CSS class with a drafter's colour. Drafters share colours if there are too few. */
+/** The CSS class with a drafter's colour. If there are too few colours, drafters share them. */
 export function author(drafter) {
   if (!known.has(drafter)) {
     known.set(drafter, `by-${known.size % COLORS + 1}`);

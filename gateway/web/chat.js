@@ -9,7 +9,7 @@ const MESSAGES = {
   question: { text: "What is the capital of France?", tools: "none" },
   "tool call": { text: "What is the weather in Oslo?", tools: "required" },
 };
-// The most answers to one message: a model may answer each result with another call.
+// The largest number of answers to one message: a model may answer each result with another call.
 const MOST_ROUNDS = 4;
 
 export class Chat {

@@ -3,7 +3,7 @@
 
 /**
  * @param {object} request model, maxTokens, temperature, seed, speculation, ignoreEnd; the prompt
- *   of a completion, or a chat's messages with `more` fields of its body
+ *   of a completion, or a chat's messages and `more`, further fields of its body
  * @param {(tokens: {text: string, source: string, drafter: string | null, part?: string | null}[],
  *   calls: object[]) => void} onTokens takes new tokens, and the new pieces of calls
  * @param {AbortSignal} signal

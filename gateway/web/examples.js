@@ -4,7 +4,7 @@ import { complete } from "./completion.js";
 import { Output, stepCount } from "./output.js";
 import { run } from "./race.js";
 
-// Long enough to start a drafter meanwhile. Together with the prompt and DRAFTED_TOKENS, it fits
+// Enough tokens to start a drafter meanwhile. Together with the prompt and DRAFTED_TOKENS, they fit
 // into the bundled model's context.
 const WAITING_TOKENS = 1400;
 const DRAFTED_TOKENS = 400;

@@ -17,7 +17,7 @@ _ONE = [*range(60, 68)]
 _OTHER = [*range(80, 88)]
 # The last token, 99, is new, so that the context is the longest match for the sequence's end.
 _FORK = [*[*_CONTEXT, *_ONE, *_CONTEXT, *_OTHER] * 2, 99]
-# Maps each token of the sequence to the only token that ever comes before it.
+# Maps each token, except 99 and the context's first token, to the only token that comes before it.
 _BEFORE = {
     token: before
     for line in ([*_CONTEXT, *_ONE], [_CONTEXT[-1], *_OTHER])
@@ -28,12 +28,12 @@ _BEFORE = {
 async def trees(stage: Stage) -> None:
     """Ask for trees where a sequence has two known continuations, and check the trees."""
     link = await stage.link()
-    # The sequence ends with the whole context, then with the context without its last token.
+    # The first sequence ends with the whole context, the second without the context's last token.
     for end in (3, 2):
         asked = opened([*_FORK, *_CONTEXT[:end]], tree_tokens=_TREE_TOKENS)
         known = await begin(link, asked, "answers-opened")
         await settled(stage, link, known)
-        # Commit the continuation that was not committed last time.
+        # Commit `_ONE`: `_OTHER` followed the context the last time.
         committed = [*_CONTEXT[end:], *_ONE[:2]]
         await go_on(link, known, "answers-verdicts", committed, tree_tokens=_TREE_TOKENS)
         await settled(stage, link, known)
@@ -44,9 +44,10 @@ async def trees(stage: Stage) -> None:
 def _check_trees(stage: Stage, known: TrackedSequence) -> None:
     """Compare each branch's parent with the token that comes before the branch in the sequence.
 
-    Looks only at tokens whose parent is not the token sent just before, since a chain shows
-    nothing. A model may guess anything, so tokens that are not in the sequence, and a few odd
-    tokens, are no fault.
+    Looks only at tokens whose parent is not the token sent just before, since a chain does not show
+    how the drafter counts parents. A model may guess anything, so tokens that are not in the
+    sequence are no fault. Misplaced tokens are a fault only if there are more of them than of
+    well-placed tokens.
     """
     right = 0
     odd: list[str] = []
@@ -80,7 +81,7 @@ def _misplaced(token: int, found: int, before: int) -> str:
 
 
 async def repeating(stage: Stage) -> None:
-    """Commit tokens that repeat, whatever is guessed; note if no guess was right."""
+    """Commit tokens that repeat, whatever the drafter guesses; remark if no guess was right."""
     link = await stage.link()
     known = await begin(link, opened(), "answers-opened")
     guessed = right = 0

@@ -33,7 +33,7 @@ from outrider.process.security.tls import Tls
 from outrider.v1 import verifier_pb2
 
 HIDDEN_SIZE = 16
-"""The size of a hidden state, unless the command names the drafter's own target."""
+"""The size of a hidden state, unless the caller gives the size of the drafter's own target."""
 _START_S = 60.0
 _BACK_S = 8.0
 _EXIT_S = 5.0
@@ -76,7 +76,8 @@ class Kit:
     async def link(self) -> Link:
         """Return the drafter's stream; start the process and wait for a new stream where needed.
 
-        Raises Broken("comes-back") if no stream comes within 8 s, or 60 s after a start.
+        Raises Broken("comes-back") if the process exits, or if no stream comes within 8 s (within
+        60 s if this call started the process).
         """
         if self._link is not None and not self._link.ended:
             return self._link
@@ -96,7 +97,10 @@ class Kit:
                 self.results[rule].outcome = Outcome.PASS
 
     def remark(self, name: str, reason: str) -> None:
-        """Note behaviour that is allowed but useless. Each note keeps its first remark."""
+        """Record a remark about behaviour that is allowed but useless.
+
+        Each note keeps only its first remark.
+        """
         self.notes.setdefault(name, reason)
 
     def _complain(self, rule: str, reason: str) -> None:
@@ -157,7 +161,7 @@ class Kit:
 
     async def _play(self) -> None:
         console = Console(stderr=True)
-        # A progress bar, if standard error is a terminal.
+        # Show a progress bar only if standard error is a terminal.
         silent = not console.is_terminal
         for scene in track(SCENES, "scenes", console=console, transient=True, disable=silent):
             self._note("kit", {"scene": scene.__name__})
@@ -175,7 +179,8 @@ class Kit:
     def _cause(self, broken: Broken) -> tuple[str, str]:
         """Return the broken rule and the reason.
 
-        If no answer came because the stream ended, the rule is `keeps-the-stream`.
+        If the rule asks for an answer, but the stream has ended, the broken rule is
+        `keeps-the-stream`.
         """
         if not broken.ended or not broken.rule.startswith("answers-"):
             return broken.rule, broken.reason
@@ -193,7 +198,7 @@ class Kit:
             return
         assert self._process is not None
         self._process.send_signal(signal.SIGTERM)
-        # Like a verifier, end the stream after the drafter has half-closed.
+        # Like every verifier, the scripted verifier ends the stream once the drafter half-closes.
         half_closed = await link.until(link.half_closed.is_set, _EXIT_S)
         code = await self._exit_code(_EXIT_S)
         if not link.draining:
@@ -270,11 +275,12 @@ def check_drafter(
     transcript: Path | None = None,
     certs: Path | None = None,
 ) -> int:
-    """Check a drafter, print the results, and return the exit status: 1 if it broke a rule.
+    """Check a drafter, print the results, and return 1 if the drafter broke a rule, else 0.
 
     `command` starts the drafter; {address} in it stands for the verifier's address. `transcript`
     is a file for all messages, one JSON object a line. With `certs`, a folder that `outrider certs`
-    made, the verifier demands mutual TLS. Raises OutriderError(INVALID_VALUE) if files are missing.
+    made, the verifier demands mutual TLS. Raises OutriderError(INVALID_VALUE) if a file that it
+    needs from this folder is missing.
     """
     tls = None
     if certs is not None:

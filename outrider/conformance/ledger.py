@@ -17,7 +17,7 @@ from outrider.protocol.limits import (
 )
 from outrider.v1 import drafts_pb2
 
-# Messages for a sequence may arrive this long after the verifier closed it.
+# For this long after the verifier has closed a sequence, messages for the sequence are no fault.
 _CLOSED_S = 0.5
 Complain = Callable[[str, str], None]
 """Takes the name of a broken rule, or of a note, and the reason."""
@@ -44,7 +44,7 @@ class TrackedSequence:
     """Base length, tokens and parents of each proposal with parents."""
 
     def valid_guess(self) -> list[int]:
-        """Return the guesses beyond the committed tokens, on the longest path that agrees."""
+        """Return the guesses after the committed tokens, from the longest path that fits these."""
         best: list[int] = []
         for base, path in self.paths:
             text = [*self.committed[:base], *path]
@@ -64,7 +64,7 @@ class TrackedSequence:
 
     @property
     def has_enough(self) -> bool:
-        """True if a path of valid guesses is as long as the next step can use."""
+        """True if a path has as many valid guesses as the next step can use."""
         return len(self.valid_guess()) >= self.draft_tokens
 
 
@@ -119,7 +119,10 @@ class Ledger:
                 known.skipped.add(skip.base_length)
 
     def _known(self, sequence_id: int, base_length: int) -> TrackedSequence | None:
-        """Return the sequence of a proposal or skip; complain and return None if there is none."""
+        """Return the sequence of a proposal or skip.
+
+        Complain and return None if the sequence is not open or the base is wrong.
+        """
         known = self.sequences.get(sequence_id)
         if known is None:
             self._complain("knows-its-sequences", f"{sequence_id} was never opened on this stream")

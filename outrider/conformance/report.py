@@ -26,7 +26,10 @@ def table(results: dict[str, Result], notes: dict[str, str]) -> Table:
 
 
 def _mend(name: str, results: dict[str, Result]) -> str:
-    """Return the hint for a broken rule. A drafter that sends no Skip fails in several scenes."""
+    """Return the hint for a broken rule.
+
+    A drafter that sends no Skip breaks several rules, so the hint may name the rule to mend first.
+    """
     fails_to_answer = results[_ANSWERS].outcome is Outcome.FAIL
     if name != _ANSWERS and fails_to_answer and NO_ANSWER in results[name].reason:
         return f"Mend {_ANSWERS} first: it is probably the same fault."

@@ -56,7 +56,7 @@ async def rounds(stage: Stage) -> None:
 
 
 async def silence(stage: Stage) -> None:
-    """Send nothing and wait until the drafter is silent. Also find pings that come too often."""
+    """After Opened, send nothing until the drafter is silent. Also find too frequent pings."""
     link = await stage.link()
     known = await begin(link, opened(), "answers-opened")
     quiet = False
@@ -156,7 +156,7 @@ async def unknown(stage: Stage) -> None:
 
 
 async def sizes(stage: Stage) -> None:
-    """Open sequences of one token, with the largest id, and with a long prompt."""
+    """Open a sequence of one token, a sequence with the largest id, and one with a long prompt."""
     rule = "large-numbers"
     link = await stage.link()
     await begin(link, opened([7]), rule)
@@ -254,7 +254,10 @@ async def draining(stage: Stage) -> None:
 
 
 async def restarts(stage: Stage) -> None:
-    """End streams without a status, with an unknown reason, with INTERNAL and DRAFTER_ID_TAKEN."""
+    """End streams without a status, with an unknown reason and with INTERNAL.
+
+    Then refuse streams with DRAFTER_ID_TAKEN.
+    """
     link = await stage.link()
     await begin(link, opened(), "answers-opened")
     link.end(None)

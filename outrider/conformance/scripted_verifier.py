@@ -22,7 +22,7 @@ from outrider.protocol.wire import drafts as wire_drafts
 from outrider.testing import DraftStream, ScriptedVerifier
 from outrider.v1 import drafts_pb2, verifier_pb2
 
-# Only the last 32 tokens of a prompt get features, so that a long prompt makes no long message.
+# Of a prompt, only the 32 tokens before the last get features, so that no message becomes long.
 _PROMPT_FEATURES = 32
 Note = Callable[[str, dict[str, Any]], None]
 """Takes the sender's name and its message, for the transcript."""
@@ -60,7 +60,7 @@ class Link(DraftStream):
         self._changed = asyncio.Event()
 
     def step(self, **fields: Any) -> None:
-        """Send a StepBatch with these fields; add its tokens' features unless `fields` has some."""
+        """Send a StepBatch with these fields; add its tokens' features if `features` is absent."""
         batch = drafts_pb2.StepBatch(**fields)
         if "features" not in fields:
             for opened in batch.opened:
@@ -95,7 +95,7 @@ class Link(DraftStream):
         return drafts_pb2.Features(sequence_id=sequence_id, first_position=first, rows=rows)
 
     def send(self, message: Message | bytes) -> None:
-        """Send any message and record it in the transcript."""
+        """Send a message, and record it in the transcript unless it is given as bytes."""
         if isinstance(message, Message):
             self._note("verifier", MessageToDict(message, preserving_proto_field_name=True))
         super().send(message)
@@ -109,7 +109,7 @@ class Link(DraftStream):
     async def until(self, condition: Callable[[], bool], seconds: float) -> bool:
         """Wait until the condition holds, for at most `seconds`; return whether it holds.
 
-        Each message triggers a check.
+        Each message triggers a check. The wait also ends with the stream.
         """
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
@@ -119,7 +119,7 @@ class Link(DraftStream):
         return condition()
 
     def heard(self, request: verifier_pb2.StreamDraftsRequest | None) -> None:
-        """Record and check a message of the drafter."""
+        """Record and check a message of the drafter; None means that it half-closed."""
         if request is None:
             self._note("drafter", {"half_closes": True})
             self.half_closed.set()
@@ -160,7 +160,7 @@ class KitsVerifier(ScriptedVerifier):
         return Link(hello, ledger, self._note, self.feature_width(hello))
 
     def feature_width(self, hello: drafts_pb2.Hello) -> int:
-        """Return how many numbers a feature has; 0 unless the drafter asks for a known type."""
+        """Return a feature's size; 0 unless the drafter asks for features of a known type."""
         request = hello.feature_request
         is_known = request.dtype in drafts_pb2.FeatureDtype.values()
         if drafts_pb2.CAPABILITY_FEATURES not in hello.capabilities or not is_known:

@@ -27,7 +27,7 @@ class Stage(Protocol):
         """Return the drafter's stream. Raises Broken when the drafter does not reconnect."""
 
     def remark(self, name: str, reason: str) -> None:
-        """Note behaviour that is allowed but useless."""
+        """Record a remark about behaviour that is allowed but useless."""
 
     def passed(self, *rules: str) -> None:
         """Record that the drafter kept these rules in this scene."""

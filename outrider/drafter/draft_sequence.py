@@ -1,7 +1,7 @@
-"""A drafter's state of one sequence: committed tokens, and the tree of guesses after them.
+"""A drafter's state for one sequence: committed tokens, and the tree of guesses after them.
 
-All families share it. This module works with tokens and the rules of the draft stream, not with
-models, pools or streams.
+All families use this class. This module works with tokens and the rules of the draft stream, not
+with models, pools or streams.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class DraftSequence:
         self._tree.extend(run[:count], distributions[:count], confidences[:count])
 
     def branch(self, at: int, run: Sequence[int], confidences: Sequence[float] = ()) -> None:
-        """Guess that `run` follows the first `at` guesses; drop tokens beyond the window.
+        """Guess that `run` follows the chain's first `at` guesses; drop tokens beyond the window.
 
         Where `run` agrees with the chain or another branch, the tokens merge. Raises IndexError if
         the chain has no guess at `at`.
@@ -159,7 +159,7 @@ class DraftSequence:
         self._branches_given_up = True
 
     def postpone(self) -> None:
-        """Have `propose` called again for this sequence, even if it offers nothing now.
+        """Have `propose` called again for this sequence, even if this call of it offers nothing.
 
         A strategy calls this in `propose`.
         """
@@ -168,8 +168,8 @@ class DraftSequence:
     def resolve(self) -> None:
         """Give up the chain or the branches if the strategy offered nothing.
 
-        The session calls this after each `propose`, so that it does not ask again before the next
-        verdict.
+        The session calls this after each `propose`, so that the session does not go on asking
+        before the next verdict.
         """
         postponed = self.postponed
         self.postponed = False
@@ -181,7 +181,7 @@ class DraftSequence:
             self.give_up_branches()
 
     def abandon(self) -> None:
-        """Offer nothing from now on; drop all guesses that were in no proposal."""
+        """Offer nothing from now on; drop all branches, and unsent guesses of the chain."""
         self.abandoned = True
         self._tree.drop_unsent()
 
@@ -189,8 +189,8 @@ class DraftSequence:
         """Return a proposal of the chain and the new branches; None if nothing is new.
 
         The proposal repeats the chain from the last committed token, so that it needs no earlier
-        proposal. If only some guesses have a confidence, other main guesses get `acceptance`, and
-        the guesses beside them get half of `1 - acceptance`.
+        proposal. If only some guesses have a confidence, each other main guess gets `acceptance`,
+        and each other guess beside a main guess gets half of `1 - acceptance`.
         """
         return self._tree.take(self.id, len(self.tokens))
 

@@ -27,8 +27,8 @@ log = logging.getLogger(__name__)
 _POLL_LOADING_S = 0.25
 # A wait for the verifier is logged only after this time, since the verifier may still be loading.
 _LOG_WAIT_AFTER_S = 30.0
-# The maximum number of proposals and skips in a message. With sampled runs of 8 tokens and 32
-# probabilities each, these entries take about 1 MB of the 16 MiB that a message may have.
+# The maximum number of proposals and skips in a message. If each proposal has 8 sampled tokens with
+# 32 probabilities for each token, the message takes about 1 MB of the 16 MiB that it may have.
 _MAX_MESSAGE_ENTRIES = 512
 _END: Any = grpc.aio.EOF  # type: ignore[attr-defined]  # grpc-stubs lack it
 # The exceptions that a read raises when its call is over.

@@ -34,7 +34,7 @@ class _Guess:
 class GuessTree:
     """Guesses in the form of a tree, in which equal prefixes merge.
 
-    The chain is the main path and a plain list, because most drafts are only a chain. A place in
+    The chain is the main path. It is a plain list, because most drafts are only a chain. A place in
     the chain is given by the number of guesses before it. A confidence of 0 means that the strategy
     gave no confidence.
     """
@@ -44,19 +44,23 @@ class GuessTree:
         self.confidences: list[float] = []
         """The confidence of each guess of the chain."""
         self.unsent: list[SparseDistribution | None] = []
-        """For each of the chain's last guesses, not yet in a proposal: its distribution or None."""
+        """An entry for each guess at the chain's end that was in no proposal yet.
+
+        The entry is the guess's distribution, or None.
+        """
         self.branch_count = 0
         """The number of guesses in all branches together."""
         # The first guesses of the branches, keyed by place, then by token.
         self._branches: dict[int, dict[int, _Guess]] = {}
         self._unsent_branches = False
-        # Decayed counts of the chain's guesses: committed guesses (hits), and all others (misses).
+        # Decayed counts of the chain's guesses: those that were committed (hits), and the first
+        # wrong guess of each commit (misses).
         self._hits = 0.0
         self._misses = 0.0
 
     @property
     def acceptance(self) -> float:
-        """The estimated probability that a chain's guess is committed if all before it are."""
+        """The estimated probability that a chain's guess is committed if all guesses before are."""
         return (self._hits + 2.0) / (self._hits + self._misses + 3.0)
 
     @property
@@ -137,7 +141,7 @@ class GuessTree:
     def commit(self, new: Sequence[int]) -> int:
         """Move the root along the committed tokens `new`.
 
-        Returns how many of the first tokens of `new` the chain had.
+        Returns how many tokens at the beginning of `new` agree with the chain.
         """
         count = len(self.chain)
         matched = 0
@@ -176,7 +180,7 @@ class GuessTree:
             guesses = main.children
         self.chain = [guess.token for guess in path]
         self.confidences = [guess.confidence for guess in path]
-        # The unsent guesses count as the last guesses of the chain.
+        # Wherever they are in the path, the unsent guesses count as the chain's last guesses.
         self.unsent = [None for guess in path if guess.unsent]
         self._set_branches(branches)
 
@@ -190,8 +194,8 @@ class GuessTree:
         """Return a proposal of the chain and of the branches' new guesses; None if nothing is new.
 
         The proposal repeats the chain from the root, so that it needs no earlier proposal. If only
-        some guesses have a confidence, other main guesses get `acceptance`, and the guesses beside
-        them get half of `1 - acceptance`.
+        some guesses have a confidence, each other main guess gets `acceptance`, and each other
+        guess beside a main guess gets half of `1 - acceptance`.
         """
         if not self.has_unsent:
             return None

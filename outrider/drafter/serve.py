@@ -105,7 +105,7 @@ class DraftStreams:
     """
 
     def __init__(self, addresses: Addresses, make: Callable[[str], DraftStream]) -> None:
-        """`make` makes the stream to an address; log lines and errors have the address."""
+        """`make` makes the stream to an address; log lines and errors name the address."""
         self._addresses = addresses
         self._make = make
         self._streams: dict[str, tuple[DraftStream, asyncio.Task[None]]] = {}
@@ -127,7 +127,7 @@ class DraftStreams:
 
         Raises OutriderError with all reasons in the second case. With a `dns:` address further
         verifiers may join, so refusals do not end `run`. An exception of one of the strategy's
-        `fatal` types ends all streams.
+        `fatal` types ends all streams, and `run` raises it.
         """
         await self._take(self._addresses.now)
         works: list[Awaitable[None]] = [self._over]
@@ -202,9 +202,10 @@ class DraftStreams:
 
 
 def own_id(wanted: str, tls: Tls | None) -> str:
-    """Return a drafter's id. With TLS the id begins with the certificate's common name and a slash.
+    """Return a drafter's id.
 
-    Raises OutriderError(INVALID_VALUE) if the certificate has no common name.
+    With TLS the id is the certificate's common name, or begins with this name and a slash. Raises
+    OutriderError(INVALID_VALUE) if the certificate has no common name.
     """
     if tls is None:
         return wanted

@@ -30,9 +30,9 @@ class DraftSession:
     """The sequences of one stream and the strategy that drafts for them.
 
     Calls of `apply` and `round` must not overlap. When the strategy raises while it works on one
-    sequence, the session abandons that sequence: it drafts no more for it and skips after each
-    verdict until the sequence is closed. OutriderErrors and the strategy's `fatal` exceptions
-    propagate, because no single sequence causes them.
+    sequence, the session abandons that sequence: until the sequence is closed, the session drafts
+    no more for it and answers its verdicts with skips. OutriderErrors and the strategy's `fatal`
+    exceptions propagate, because no single sequence causes them.
     """
 
     def __init__(self, strategy: Strategy, clock: Clock = monotonic) -> None:
@@ -41,7 +41,7 @@ class DraftSession:
         """The number of sequences abandoned so far."""
         self._strategy = strategy
         self._clock = clock
-        # The bytes of one token's features; 0 if the verifier sends no features.
+        # The number of bytes of a token's feature; 0 if the verifier sends no features.
         self._feature_bytes = 0
         # Exceptions that no single sequence causes.
         self._propagated: tuple[type[Exception], ...] = (OutriderError, *strategy.fatal)
@@ -104,7 +104,7 @@ class DraftSession:
     async def round(self, interrupted: Callable[[], bool]) -> DraftBatch:
         """Draft until there is something to send, and return it.
 
-        An empty batch means that only a further message can make work. Sequences that the verifier
+        After an empty batch, apply a message before the next round. Sequences that the verifier
         may be waiting for come first; other sequences run ahead only when there is no such
         sequence. `interrupted` returns True if a message waits to be applied; then the round ends
         with the guesses so far.

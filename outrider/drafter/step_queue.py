@@ -11,10 +11,10 @@ MAX_FEATURE_BYTES = 16 * 2**20
 
 
 class StepQueue(asyncio.Queue[StepBatch | None]):
-    """A bounded queue. Verifier and drafter each have one, since steps may wait at either end.
+    """A queue of steps. Verifier and drafter each have one, since steps may wait at either end.
 
-    When features are dropped, the drafter sees a gap in them. The drafter's guesses may be worse;
-    nothing else changes. A None in the queue is no step, but wakes the reader.
+    When features are dropped, the drafter sees a gap in them. The drafter's guesses may then be
+    worse; nothing else changes. A None in the queue is no step, but wakes the reader.
     """
 
     _feature_bytes = 0

@@ -23,7 +23,7 @@ class Strategy(ABC):
     name: str
     distributions: frozenset[DraftDistribution] = frozenset({DraftDistribution.ONE_HOT})
     max_draft_tokens = MAX_DRAFT_TOKENS
-    """Longest chain of guesses that the strategy ever offers for a step; at most 64."""
+    """The length of the longest chain that the strategy ever offers for a step; at most 64."""
     device = "cpu"
     gpu_uuid = ""
     weights_version = ""
@@ -31,7 +31,7 @@ class Strategy(ABC):
     feature_request: FeatureRequest | None = None
     """The target's hidden states that the strategy reads; None if it reads no states."""
     requires_grammar = False
-    """True if the verifier should open only sequences with a grammar to the strategy."""
+    """True if the verifier should open to the strategy only sequences that have a grammar."""
     fatal: tuple[type[Exception], ...] = ()
 
     def welcomed(self, welcome: Welcome) -> None:
@@ -63,8 +63,8 @@ class Strategy(ABC):
         """Take the features of the tokens from `first_position` on, if the strategy wants features.
 
         Features come before the call of `committed` for their tokens. A prompt's features come in
-        parts. `rows` has the features of one token after the other, little endian, of the requested
-        type. Only a strategy that runs in the verifier's process gets a tensor instead.
+        parts. `rows` is bytes: the features of one token after the other, little endian, in the
+        requested type. A strategy that runs in the verifier's process gets a tensor instead.
         """
 
     def committed(self, sequence: DraftSequence, num_valid_tokens: int) -> None:
@@ -77,7 +77,7 @@ class Strategy(ABC):
         """Release a sequence that ended or was abandoned, even if `opened` failed for it."""
 
     async def aclose(self) -> None:
-        """Release the connection's state. `closed` is not called for open sequences."""
+        """Release the connection's state. For sequences still open, `closed` is not called."""
 
 
 Guess = Callable[[Sequence[int], int], Sequence[int]]
@@ -94,7 +94,7 @@ class GuessStrategy(Strategy):
     async def propose(
         self, sequences: Sequence[DraftSequence], interrupted: Callable[[], bool]
     ) -> None:
-        """Extend each chain by the function's tokens; if interrupted, postpone the rest."""
+        """Extend each chain by the function's tokens; once interrupted, only postpone sequences."""
         for sequence in sequences:
             if interrupted():
                 sequence.postpone()

@@ -1,4 +1,4 @@
-"""A drafter's end of the draft stream: introduces itself, and serves a DraftSession.
+"""A drafter's end of the draft stream: introduces the drafter, and serves a DraftSession.
 
 Receiving and drafting are separate tasks, so that a full send buffer never stops the reading. This
 module works with any drafting method and any transport.
@@ -33,7 +33,8 @@ _GOOD_S = 60.0
 _LONGEST_RETRY_S = 60.0
 _GOODBYE_S = 1.0
 _CLOSE_S = 10.0
-# Further steps stay in the verifier, which closes the stream of a drafter that does not read.
+# Steps beyond this number wait in the verifier, which ends the stream of a drafter that does not
+# read.
 _MAX_UNREAD_STEPS = 256
 
 
@@ -287,7 +288,7 @@ class _Connection:
 
 
 def _raise_first(*tasks: asyncio.Task[None]) -> None:
-    """Raise the exception of a task; if both failed, raise our own error, not StreamEnded."""
+    """Raise the exception of a failed task, if any; of two, the one that is not StreamEnded."""
     done = [task for task in tasks if task.done()]
     for task in sorted(done, key=lambda task: isinstance(task.exception(), StreamEnded)):
         task.result()

@@ -22,9 +22,10 @@ class StreamEnded(Exception):
 
 
 class Transport(Protocol):
-    """One draft stream. All methods raise StreamEnded when the verifier has ended it.
+    """One draft stream. All methods raise StreamEnded when the verifier has ended the stream.
 
-    `introduce` comes first; later, `read` may run beside the other methods.
+    Only `read` returns None instead, if the verifier ended the stream without error. `introduce`
+    comes first; later, `read` may run beside the other methods.
     """
 
     address: str
@@ -53,4 +54,4 @@ class Verifier(Protocol):
         """Wait until the verifier serves; return its model. Raises StreamEnded if it refuses."""
 
     def connect(self, info: ModelInfo) -> AbstractAsyncContextManager[Transport]:
-        """Open a stream to the verifier, which serves the model `info`; the block closes it."""
+        """Open a stream to the verifier of the model `info`; the block's end closes the stream."""

@@ -34,7 +34,7 @@ _DSML = "｜DSML｜"
 class Tags:
     """The way in which a style writes a parameter.
 
-    `begin` contains {key}, and perhaps {blanks}, and {text} for "true" or "false".
+    `begin` contains {key}, and perhaps {blanks} and {text}. {text} stands for "true" or "false".
     """
 
     begin: str
@@ -133,7 +133,7 @@ class ArgumentRules:
     def _parameter(self, name: str, schema: Any, tags: Tags) -> str:
         """Return a rule for a parameter with all its values.
 
-        If `name` is empty, it is a parameter of any other name.
+        If `name` is empty, the rule is for a parameter that the schema does not name.
         """
         types = self._types.of(schema)
         if not tags.says_text:
@@ -164,7 +164,10 @@ class ArgumentRules:
         return f"{BLANKS} {self._rules.mark(tags.end)}"
 
     def _value(self, schema: Any, types: frozenset[str], read: frozenset[str], tags: Tags) -> str:
-        """Return an expression for a value of these types. The reader expects the types `read`."""
+        """Return an expression for a value of these types and its closing tag.
+
+        The reader expects the types `read`.
+        """
         if "string" not in read:
             return f"{BLANKS} {self._json(schema, types)} {self._closed(tags)}"
         if any(each.keys() <= _NOTES for each in branches(schema, self._root)):
@@ -176,8 +179,9 @@ class ArgumentRules:
         words = self._words(schema, types - {"string"})
         found = " | ".join([*([text] if text else []), *words])
         options = [self._laid_out(found, tags)] if found else []
-        # If a value may have every type, the reader takes all up to the first closing tag, even if
-        # this tag is within a JSON string. So such a value cannot be an array or object here.
+        # If a value may have every type, the reader takes all text up to the first closing tag,
+        # even if this tag is within a JSON string. So such a value cannot be an array or object
+        # here.
         if (containers := types & {*_CONTAINERS}) and not read >= ALL_TYPES:
             inner = self._json(schema, containers)
             options.append(self._either_laid_out(inner, tags))
@@ -197,9 +201,9 @@ class ArgumentRules:
         return f'"\\n"? {inner} "\\n"? {end}' if tags.trims else f"{inner} {end}"
 
     def _named(self, terminal: str, tags: Tags) -> str:
-        """Return the name of a terminal for the texts of `terminal` without the closing tag.
+        """Return a terminal for those texts of `terminal` that do not contain the closing tag.
 
-        TEXT stays as it is: it ends at the closing tag anyway.
+        TEXT is returned as it is, because it ends at the closing tag anyway.
         """
         if terminal == TEXT:
             return TEXT
@@ -213,13 +217,13 @@ class ArgumentRules:
         return self._rules.json(found)
 
     def _text(self, schema: Any) -> str:
-        """Return the name of a terminal for the schema's strings."""
+        """Return the body of a terminal for the schema's strings; "" if it allows none."""
         found = [text_terminal(each) for each in branches(schema, self._root)]
         options = list(dict.fromkeys(each for each in found if each))
         return TEXT if TEXT in options else " | ".join(options)
 
     def _words(self, schema: Any, types: frozenset[str]) -> list[str]:
-        """Return terminals of null, booleans and numbers in a schema that also allows strings."""
+        """Return terminals for null, booleans and numbers, which a schema allows beside strings."""
         found = []
         for each in branches(schema, self._root):
             kinds = types_of(each) & types

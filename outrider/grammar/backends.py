@@ -14,12 +14,13 @@ from outrider.grammar.tokens import bytes_of, for_llguidance
 from outrider.tokenizer import load_tokenizer
 
 Mask = npt.NDArray[np.int32]
-# LLGuidance does not report a grammar's size, so it is estimated. Measured with malloc, hardly any
-# grammar of up to 64,000 characters took more than this estimate.
+# LLGuidance does not report a grammar's size, so this module estimates it. By our measurements with
+# malloc, hardly any grammar of up to 64,000 characters took more than this estimate.
 _LL_BYTES = 128 * 1024
 _LL_BYTES_PER_CHARACTER = 128
-# If computing a mask exceeds one of these limits, the mask is an error, which ends its request.
-# 1,000 items take 50 us, 1,000 units of fuel take 70 us, and a lexer state takes 1 to 2 kB.
+# If the work for a mask exceeds one of these limits, LLGuidance reports an error in place of the
+# mask, and the request ends. 1,000 items take 50 us, 1,000 units of fuel take 70 us, and a lexer
+# state takes 1 to 2 kB.
 _LL_LIMITS = {
     "initial_lexer_fuel": 1_000_000,
     "step_lexer_fuel": 200_000,
@@ -78,7 +79,7 @@ class TextMatcher(Matcher, Protocol):
     def accept_bytes(self, text: bytes) -> bool:
         """Advance by `text`; if the grammar forbids it, return False and change nothing.
 
-        `rollback` counts tokens, so it must not go back beyond this call.
+        `rollback` counts tokens, so a later `rollback` must not undo this call.
         """
 
 
@@ -102,7 +103,7 @@ class Libraries:
     def __init__(
         self, tokenizer_path: str, vocab_size: int, stop_token_ids: tuple[int, ...]
     ) -> None:
-        """Load the tokenizer, a directory or a hub id."""
+        """Load the tokenizer; `tokenizer_path` is a model directory or hub id."""
         import llguidance.numpy
 
         tokenizer = load_tokenizer(tokenizer_path)
@@ -122,8 +123,7 @@ class Libraries:
 class _Lexer:
     """The lexer that the library's copies of a matcher share.
 
-    When the work for one mask has exceeded a limit, the lexer allows no token in any output from
-    then on.
+    Once the work for one mask has exceeded a limit, the lexer allows no token in any output.
     """
 
     has_failed = False
@@ -166,8 +166,9 @@ class _LLCompiled:
 class _LLMatcher:
     """A matcher that requires an end token after every output.
 
-    The library stops by itself where nothing can follow. The tokens are kept, so that a failure in
-    another output, or in a draft that is rolled back, does not end this output.
+    Where nothing can follow, the library itself stops without an end token. The accepted tokens are
+    kept, so that a failure in another output, or in a draft that is rolled back, does not end this
+    output.
     """
 
     def __init__(self, compiled: _LLCompiled) -> None:
@@ -192,7 +193,7 @@ class _LLMatcher:
 
     @property
     def _complete(self) -> bool:
-        # The library also stops on an error, which does not end an output.
+        # The library also stops on an error, but an error does not end the output.
         if self._matcher.is_error():
             return False
         return bool(self._matcher.is_stopped() or self._matcher.is_accepting())

@@ -18,11 +18,11 @@ _MAX_DEPTH = 64
 
 
 class TooComplex(Exception):
-    """A schema has too many alternatives, or refers to itself without an end."""
+    """A schema has too many alternatives, or refers to itself endlessly."""
 
 
 def json_type(value: Any) -> str:
-    """Return the type of a JSON value; `integer` for a number without a fraction."""
+    """Return the type of a JSON value; `integer` for a number that Python reads as an int."""
     if value is None:
         return "null"
     for kind, name in ((bool, "boolean"), (int, "integer"), (float, "number"), (str, "string")):
@@ -39,7 +39,7 @@ class Types:
         self._found: dict[str, frozenset[str]] = {}
 
     def of(self, schema: Any, depth: int = 0) -> frozenset[str]:
-        """Return the types of the schema's values: of ALL_TYPES, or `integer` for whole numbers."""
+        """Return the types of the schema's values: names of ALL_TYPES, and perhaps `integer`."""
         if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
             return frozenset() if schema is False else ALL_TYPES
         found = ALL_TYPES
@@ -141,7 +141,7 @@ def _anchored(root: Any, name: str) -> Any:
 
 
 def alone(schema: Any, root: Any, prefix: str = "") -> dict[str, Any]:
-    """Return the schema with all schemas to which it refers in its own $defs.
+    """Return the schema with its own $defs, which have all schemas to which it refers.
 
     The result needs no root. The names in $defs begin with `prefix`.
     """
@@ -186,7 +186,7 @@ class _Moved:
 
 
 def branches(schema: Any, root: Any, depth: int = 0) -> list[Json]:
-    """Return the alternatives of a schema, without anyOf, allOf and references at their top.
+    """Return the alternatives of a schema, without anyOf, oneOf, allOf and references at their top.
 
     A pattern becomes the list `patterns`. Raises TooComplex.
     """
@@ -227,7 +227,7 @@ _MERGES: dict[str, Callable[[Any, Any], Any]] = {
 def _both(one: Json, other: Json) -> Json | None:
     """Return a schema that allows what both schemas allow.
 
-    Return None if their types or values show that they allow nothing.
+    Return None if their types or values show that no value satisfies both.
     """
     if not one or not other:
         return one or other

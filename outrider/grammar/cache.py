@@ -1,6 +1,6 @@
-"""A cache of compiled grammars with a bound in bytes.
+"""A cache that holds compiled grammars up to a size in bytes.
 
-Evicts the least recently used grammars first.
+The cache evicts the least recently used grammars first.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from collections import OrderedDict
 from outrider.grammar.backends import Compiled
 from outrider.grammar.kinds import Grammar
 
-# The size of the Python objects around a grammar, so that many small grammars count as well.
+# The size of the Python objects around a grammar. It is counted too, because there may be many
+# small grammars.
 _ENTRY_BYTES = 4096
 
 

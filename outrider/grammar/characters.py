@@ -14,9 +14,8 @@ Ranges = tuple[tuple[int, int], ...]
 
 _LAST = 0x10FFFF
 _SURROGATES = (0xD800, 0xDFFF)
-# JSON has short escapes for five control characters. Grammars forbid \u escapes of other
-# characters: a model could write a property's name with \u0061, and the grammar would read another
-# name.
+# JSON has short escapes for five control characters. Grammars forbid \u escapes: with \u0061 in
+# place of "a", a model could write a property's name, and the grammar would read another name.
 _JSON_CONTROLS = ((0x08, 0x0A), (0x0C, 0x0D))
 
 
@@ -87,7 +86,7 @@ def python_class(letter: str, *, ascii_only: bool) -> Ranges:
 
 @cache
 def _cased() -> str:
-    """Return all characters that exist in another case."""
+    """Return all characters that some change of case would change."""
     every = map(chr, range(_LAST + 1))
     return "".join(c for c in every if c.lower() != c or c.upper() != c or c.title() != c)
 

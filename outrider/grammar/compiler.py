@@ -98,8 +98,8 @@ class GrammarCompiler:
         The wait for a free thread has no time limit.
 
         Raises OutriderError: INVALID_VALUE that names the field for a grammar that is invalid,
-        allows no text or takes more processor time than `compile_seconds`, and NOT_READY if two
-        workers were killed.
+        allows no text, or takes too much memory or more processor time than `compile_seconds`; and
+        NOT_READY if two workers in succession were killed, or none could be started.
         """
         cached = self.cache.get(grammar)
         if cached is not None:

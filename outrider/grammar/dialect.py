@@ -1,4 +1,4 @@
-"""Decides what a grammar means: which Lark LLGuidance gets, and which grammars are refused.
+"""Decides what a grammar means: which Lark text LLGuidance gets, and which grammars are refused.
 
 Some constructs mean one thing to LLGuidance and another to Python or JSON Schema. This module
 translates such a construct, or refuses the grammar and names the keyword.

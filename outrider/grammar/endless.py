@@ -21,7 +21,7 @@ def is_endless(schemas: list[Any], find: Find) -> bool:
     finite: set[int] = set()
     waiting = [schema for schema in schemas if isinstance(schema, Mapping)]
     while waiting:
-        # Inner schemas come after the outer schemas that need them.
+        # Inner schemas come after the outer schemas that need them, so begin at the end.
         left = [one for one in reversed(waiting) if not _Finite(finite, find).note(one)]
         left.reverse()
         if len(left) == len(waiting):
@@ -38,7 +38,7 @@ class _Finite:
         self._find = find
 
     def note(self, schema: Mapping[str, Any]) -> bool:
-        """Note a schema as finite if its parts are finite; return whether it is finite."""
+        """Note a schema as finite if all that it needs is known to be; return whether it is."""
         if self._parts(schema) and self._own(schema):
             self._known.add(id(schema))
         return id(schema) in self._known

@@ -1,7 +1,7 @@
 """The formats of JSON schemas that are enforced, each as a pattern of the whole string.
 
-The patterns match what RFC 3339, 3986, 5321, 4122, 6901 and the like allow, or a part of it,
-without leap seconds. Patterns are ASCII, and mean the same in Python and ECMAScript.
+The patterns match what RFC 3339, 3986, 5321, 4122, 6901 and the like allow, or a part of it. They
+match no leap seconds. Patterns are ASCII, and mean the same in Python and ECMAScript.
 """
 
 from __future__ import annotations

@@ -31,7 +31,8 @@ _MAX_DEPTH = 64
 class GemmaRules:
     """Adds rules for the values of schemas within `root` to `rules`.
 
-    `refused` makes the error for a keyword that cannot be enforced. Raises TooComplex too.
+    `refused` makes the error for a keyword that cannot be enforced. The methods raise this error or
+    TooComplex.
     """
 
     def __init__(
@@ -60,7 +61,8 @@ class GemmaRules:
     ) -> dict[bool, str]:
         """Put this property before each of `tails`, the rules for the rest of the object.
 
-        A rule's key in `tails` is True if no property comes before the rule.
+        `tails[True]` is for an object in which no property comes before the rest, `tails[False]`
+        for an object in which one does.
         """
         if not re.fullmatch(_KEY, name):
             raise self._refused(f"has the property {name[:40]!r}")
@@ -130,7 +132,7 @@ class GemmaRules:
         return f'"[" {found} "]"'
 
     def _literal(self, value: Any) -> str:
-        """Return an expression for a listed value."""
+        """Return an expression for a value that an enum lists."""
         match json_type(value):
             case "string":
                 return self._text(literal(value))

@@ -40,11 +40,11 @@ class Guard:
         self._walker = Walker(token_bytes, stop_token_ids)
 
     def check(self, compiled: Compiled, grammar: Grammar) -> None:
-        """Check a few random texts; raise OutriderError(INVALID_VALUE) for a wrong text.
+        """Check a few random texts.
 
-        `grammar` is the request's grammar, not a translation. GBNF and structural tags have no
-        independent check. After 0.25 s no further text is started, but the check of a single text
-        may never end.
+        Raises OutriderError(INVALID_VALUE) for a wrong text or a dead end. `grammar` is the
+        request's grammar, not a translation. GBNF and structural tags have no independent check.
+        After 0.25 s no further text is started, but the check of a single text may never end.
         """
         is_right = check_of(grammar)
         if is_right is None:
@@ -78,7 +78,7 @@ class Walker:
         kinds = np.fromiter(map(_kind, token_bytes), np.uint8, len(token_bytes))
         kinds[list(stop_token_ids)] = _END
         # Each kind has a bit for each token, as in a mask. To look at each token of a large
-        # vocabulary by itself would take longer than the mask.
+        # vocabulary by itself would take longer than to compute the mask.
         self._of_kind = [self._packed(kinds == kind) for kind in range(_END + 1)]
         self._rest = self._packed(kinds != _END)
 

@@ -19,7 +19,7 @@ class GrammarKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class FreeThought:
-    """A thought before the answer, in which the grammar does not apply, and the text after it.
+    """A thought before the answer, and the text after the thought. The grammar applies to neither.
 
     The thought goes from `begin` to the first `end`, and `after` follows it. The output may leave
     out a thought that has a `begin`. An empty `begin` stands for a thought that the prompt begins.

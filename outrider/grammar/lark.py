@@ -9,12 +9,13 @@ from typing import Any
 
 from outrider.grammar.kinds import FreeThought
 
-# The most whitespace characters between JSON tokens. Without a bound a model can indent for ever.
+# The most blanks in an indentation of JSON or between tags. Without a bound a model can indent for
+# ever.
 _MAX_WHITESPACE = 16
 _OPTIONS: Any = {
     # A space, or one line break with an indentation: a model must not write breaks for ever.
     "whitespace_pattern": rf"\x20|\x0D?\x0A[\x20\x09]{{0,{_MAX_WHITESPACE}}}",
-    # Without \u: {"\u0061": 1} would pass as a property other than "a".
+    # The escape \u is left out: {"\u0061": 1} would pass as a property other than "a".
     "json_allowed_escapes": 'nrbtf\\"',
 }
 _PLAIN = {
@@ -34,7 +35,7 @@ BLANKS: /[ \t\r\n]{{1,{_MAX_WHITESPACE}}}/"""
 
 
 def literal(text: str) -> str:
-    """Return a string of Lark, escaped as in JSON."""
+    """Return the text as a string of Lark, escaped as in JSON."""
     # LLGuidance's lexer takes no raw DEL, which JSON does not escape.
     return json.dumps(text, ensure_ascii=False).replace("\x7f", r"\u007f")
 
@@ -47,7 +48,7 @@ def any_of(options: Iterable[str]) -> str:
 def json_rule(schema: Mapping[str, Any], *, is_plain: bool = False) -> str:
     """Return the right side of a rule that matches a translated JSON schema.
 
-    `is_plain` JSON has the blanks that Python writes, and no others.
+    With `is_plain`, the JSON has the blanks that Python's `json` writes, and no others.
     """
     options = _OPTIONS | (_PLAIN if is_plain else {})
     return f"%json {json.dumps({**schema, 'x-guidance': options})}"
@@ -82,7 +83,7 @@ class SpecialTokens:
 
 
 class LarkRules:
-    """Collects rules. An equal rule is written once."""
+    """Collects rules. Equal rules are written once."""
 
     def __init__(self, specials: SpecialTokens) -> None:
         self._specials = specials
@@ -151,7 +152,7 @@ class LarkRules:
 
 
 def behind_thought(answer: str, thought: FreeThought, specials: SpecialTokens) -> str:
-    """Return the grammar of a thought and the text of the grammar `answer` after it."""
+    """Return the grammar of a thought that is followed by a text of the grammar `answer`."""
     rules = LarkRules(specials)
     # The answer's grammar is nested in this grammar, so its names and terminals are separate.
     bound = rules.rule(f"%lark {{\n{answer}\n}}")

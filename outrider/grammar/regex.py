@@ -2,16 +2,16 @@ r"""Translates regular expressions into a small dialect.
 
 Python's parser reads them, so that no unknown construct passes. The result is a full match: it has
 literals, classes of ranges, groups, alternatives and counts, but no anchors, flags or shorthands.
-A pattern within a JSON schema is a search and is ECMAScript's; where Python and ECMAScript differ,
-the result matches only what both match, since validators are written in either language. A regular
-expression that is a whole grammar means Python's `re.fullmatch`.
+A pattern within a JSON schema is ECMAScript's, and searches a string. Where Python and ECMAScript
+differ, the result matches only what both match, since validators are written in either language. A
+regular expression that is a whole grammar means Python's `re.fullmatch`.
 """
 
 from __future__ import annotations
 
 # The docs promise that a pattern means what it means to Python's `re`, so the private parser of
-# `re` reads it. We know of no maintained library that gives the syntax tree of Python's patterns:
-# `regex` shows none, and interegular and greenery read a part of the language.
+# `re` reads patterns. We know of no maintained library that gives the syntax tree of Python's
+# patterns: `regex` shows none, and interegular and greenery read only a part of the language.
 import re
 import warnings
 from collections.abc import Callable, Sequence
@@ -46,8 +46,8 @@ _UNSUPPORTED = {
     sre.ATOMIC_GROUP: "an atomic group",
     sre.POSSESSIVE_REPEAT: "a possessive quantifier",
 }
-# ECMAScript and Python interpret these differently, without an error in either: "[]" and "[^]" are
-# complete classes, and "{,3}" is no count.
+# ECMAScript and Python interpret these differently, without an error in either: in ECMAScript, "[]"
+# and "[^]" are complete classes, and "{,3}" is no count.
 _ECMASCRIPT_ONLY = re.compile(r"\\.|(\[\^?\])|\[(?:\\.|[^\]\\])*\]?|(\{,\d+\})|.", re.DOTALL)
 
 
@@ -65,7 +65,7 @@ def full_match(pattern: str, field: str) -> str:
 
 
 def schema_pattern(pattern: str, field: str) -> str:
-    """Translate a search within a string of a JSON schema; raise what `full_match` raises.
+    """Translate a JSON schema's pattern, which searches a string; raise what `full_match` raises.
 
     The result matches the string's characters, not their escapes in JSON.
     """
@@ -79,7 +79,7 @@ def schema_pattern(pattern: str, field: str) -> str:
 
 
 def schema_text(text: str, keyword: str, field: str) -> None:
-    """Check a text that a JSON schema lists; raise OutriderError(INVALID_VALUE)."""
+    """Raise OutriderError(INVALID_VALUE) if a schema's text has a character that is not allowed."""
     bad = next((c for c in text if not any(a <= ord(c) <= b for a, b in sets.IN_JSON)), None)
     if bad is not None:
         raise invalid(field, f"has {keyword} with {bad!r}, which the grammar cannot write")
@@ -202,7 +202,7 @@ class _Translator:
         return sets.complement(found) if items[0][0] is sre.NEGATE else found
 
     def _set(self, found: Ranges) -> str:
-        """Write a set of characters."""
+        """Write a set of characters as a class; refuse an empty set."""
         if self._in_json:
             found = sets.common(found, sets.IN_JSON)
         if not found:

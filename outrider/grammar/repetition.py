@@ -1,7 +1,7 @@
 """Bounds the repetition counts of regular expressions and grammars before they are compiled.
 
-Nested counts are multiplied, and neighbouring counts added. The count of a rule that another rule
-repeats is not multiplied, because LLGuidance does not expand it.
+Nested counts are multiplied, and neighbouring counts added. If a rule repeats another rule, the
+counts within that other rule are not multiplied, because LLGuidance does not expand that rule.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from outrider.errors import invalid
 # The time for a mask grows with the count.
 MAX_REPETITIONS = 10_000
 # Unterminated parts match as well, so that one pass reads any text. No count can hide in such a
-# part, because LLGuidance refuses the grammar. An escape may have braces of its own, as \u{1F600}.
-# A character class may begin with the bracket that elsewhere closes it.
+# part, because LLGuidance refuses a grammar that has one. An escape may have braces of its own, as
+# in \u{1F600}. A character class may begin with the bracket that elsewhere closes it.
 _PATTERN = re.compile(
     r"\\[pPuUxX]\{[^{}]{0,64}\}"
     r"|\\."
@@ -58,7 +58,7 @@ def check_times(times: int, field: str) -> None:
 
 def _check_sum(parts: Iterable[re.Match[str]], field: str) -> None:
     """Check how many copies all counts make: nested counts multiply, neighbours add up."""
-    # The sum within each open bracket; the first entry is the whole text.
+    # The sum within each open bracket; the first entry is for the whole text.
     sums = [0]
     # The number of copies that the next count would repeat, and how many of them the sum contains
     # already.

@@ -1,6 +1,6 @@
-"""Translates JSON schemas so that LLGuidance interprets them correctly, or refuses them by keyword.
+"""Translates JSON schemas so that LLGuidance interprets them correctly, or refuses a keyword.
 
-Patterns become a small dialect (see `regex`), formats and names of properties become patterns, and
+Patterns are written in a small dialect (see `regex`). Formats and propertyNames become patterns.
 oneOf becomes anyOf where no value can satisfy two of its schemas.
 """
 
@@ -33,7 +33,7 @@ _COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "m
 _DROPPED = ("x-guidance", "$id", "id", "format", "propertyNames", "uniqueItems")
 # The largest count that most implementations take.
 _MAX_COUNT = 2**31 - 1
-# Above the first number a 64-bit float is no exact integer. Below the second number a decimal
+# Above the first number, 64-bit floats leave out some integers. Below the second number, a decimal
 # fraction is so long that LLGuidance cannot compile a range.
 _MAX_NUMBER = 2**53
 _MIN_NUMBER = 1e-15
@@ -84,7 +84,7 @@ def unenforceable(field: str, problem: str) -> OutriderError:
 
 
 def types_of(schema: Mapping[str, Any]) -> set[str]:
-    """Return the schema's types, with number for integer; empty where it names no type."""
+    """Return the schema's types, with number in place of integer; empty if it names no type."""
     kinds = schema.get("type", [])
     if isinstance(kinds, str):
         kinds = [kinds]
@@ -99,7 +99,7 @@ def values_of(schema: Mapping[str, Any]) -> list[Any]:
 
 
 def type_of(value: Any) -> str:
-    """Return the type of a JSON value, with number for integer."""
+    """Return the type of a JSON value; number for every number, also for an integer."""
     if isinstance(value, bool):
         return "boolean"
     return _TYPE_NAMES[type(value)]
@@ -138,7 +138,7 @@ class _Translator:
         return found
 
     def check_references(self) -> None:
-        """Check that each reference leads to one schema that was translated."""
+        """Check that each reference leads to exactly one of the translated schemas."""
         for reference in self._references:
             if len(self._found(reference)) != 1:
                 problem = f"has $ref {reference[:80]!r}, which leads to no schema in it"
@@ -322,7 +322,7 @@ def _enforced_format(schema: Mapping[str, Any]) -> str | None:
 
 
 def _translate_bounds(schema: dict[str, Any]) -> None:
-    """Replace an exclusive bound of 0 by an inclusive bound, the number nearest to 0.
+    """Replace an exclusive bound of 0 by an inclusive bound: the enforceable number nearest to 0.
 
     LLGuidance allows 0 in a range that excludes 0 and ends below 1.
     """
@@ -337,7 +337,7 @@ def _translate_bounds(schema: dict[str, Any]) -> None:
 
 
 def _add(schema: dict[str, Any], keyword: str, parts: Sequence[Any] | None) -> None:
-    """Add a list of schemas to the schemas that the keyword already has."""
+    """Add a keyword with a list of schemas; if the schema has it already, both lists apply."""
     if parts is None:
         return
     if keyword not in schema:

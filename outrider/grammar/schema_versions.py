@@ -1,4 +1,4 @@
-"""The drafts of JSON Schema that requests may use, and validators of them that fetch nothing."""
+"""The drafts of JSON Schema that requests may use, and validators for them that fetch nothing."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _CLOSED: Registry[Any] = Registry()
 _REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
 # Keywords whose values are data, whatever they look like.
 _DATA = frozenset(["const", "enum", "default", "examples", "example"])
-# Keywords whose value is an object that names schemas.
+# Keywords whose value is an object with a schema under each name.
 _MAPS = frozenset(
     [
         *("properties", "patternProperties", "$defs", "definitions"),

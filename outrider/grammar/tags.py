@@ -99,7 +99,7 @@ class _Tag:
         return f"{found} {self._rules.mark(after)}"
 
     def _schemas(self, part: Mapping[str, Any], after: str) -> str:
-        """Return a rule for JSON of one of several schemas, with Python's blanks.
+        """Return a rule for JSON that satisfies one of several schemas, with Python's blanks.
 
         XGrammar has no such element. If schemas whose texts begin alike had separate rules, the
         rules would exclude each other.
@@ -141,7 +141,7 @@ class _Tag:
         return f"{self._rules.mark(begin)} {self.element(tag.get('content'), end + after)}"
 
     def _part(self, part: Mapping[str, Any], after: str) -> str:
-        """Return an expression for an element out of the tag's `parts`, which XGrammar lacks."""
+        """Return an expression for one of the tag's `parts`; XGrammar has no such element."""
         name = self._text(part, "name")
         if not isinstance(self._parts, Mapping) or name not in self._parts:
             raise invalid(self._field, f"has no part {name[:40]!r}")

@@ -21,10 +21,10 @@ def for_llguidance(tokenizer: Tokenizer, vocab_size: int, stop_token_ids: Sequen
 
 
 def within_texts(described: str) -> str:
-    """Return a tokenizer's JSON, changed so that it reads each text as the middle of a longer text.
+    """Return a tokenizer's JSON, changed so that each text is read as the middle of a longer one.
 
-    LLGuidance tokenises the text that must follow. If a tokenizer puts a space before each text,
-    the text that must follow would begin with another token. And LLGuidance does not know that the
+    LLGuidance tokenises the text that must follow. If a tokenizer put a space before each text, the
+    text that must follow would begin with another token. And LLGuidance does not know that the
     decoder Metaspace writes "▁" as a space.
     """
     parts = json.loads(described)

@@ -18,12 +18,13 @@ from outrider.grammar.dialect import translate
 from outrider.grammar.guard import Guard
 from outrider.grammar.kinds import Grammar
 
-# A trial computes masks along a text of this many tokens, within this CPU time. An ambiguous
-# grammar compiles at once but may take seconds for a mask.
+# A trial computes masks along a text of at most `_TRIAL_TOKENS` tokens. The masks together may take
+# `_TRIAL_SECONDS` of CPU time. An ambiguous grammar compiles at once but may take seconds for a
+# mask.
 _TRIAL_TOKENS = 16
 _TRIAL_SECONDS = 0.8
-# Our words for LLGuidance's messages with these beginnings, which name no keyword, or name an
-# option of LLGuidance.
+# Maps the beginnings of some of LLGuidance's messages to our words. These messages name no keyword,
+# or name an option of LLGuidance.
 _PROBLEMS = {
     "oneOf constraints": "it has oneOf whose schemas may overlap; use anyOf",
     "patternProperty regexes": "it has patternProperties that may match the same name",
@@ -67,7 +68,7 @@ class Trial:
         return found
 
     def check_texts(self, grammar: Grammar) -> None:
-        """Check random texts of a grammar that `translated` has taken.
+        """Check random texts of a grammar that `translated` has accepted.
 
         A pattern may make the check of one text endless: run the check in a process that can be
         killed. Raises OutriderError(INVALID_VALUE) that names the field.
@@ -132,7 +133,7 @@ def _try_out(matcher: Matcher, field: str, vocab_size: int, stop_token_ids: Sequ
         allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
         if position == 0 and not len(allowed):
             raise invalid(field, "allows no text at all")
-        # LLGuidance aborts a mask that would take far too long, which then allows no token.
+        # LLGuidance aborts a mask that would take far too long. An aborted mask allows no token.
         if seconds > _TRIAL_SECONDS or not len(allowed):
             limit = 1000 * _TRIAL_SECONDS / _TRIAL_TOKENS
             slow = f"masks for its tokens take longer than {limit:.0f} ms each"

@@ -17,7 +17,7 @@ HANDLER = f"{__name__}:checker"
 def checker(tokenizer: str, vocab_size: int, stop_token_ids: list[int]) -> Callable[[bytes], bytes]:
     """Return a handler that answers with the translated grammar, or with an error.
 
-    A request for random texts gets an empty answer if the texts are right.
+    A request for random texts gets the answer `null` if the texts are right.
     """
     stops = tuple(stop_token_ids)
     trial = Trial(Libraries(tokenizer, vocab_size, stops), vocab_size, stops)

@@ -32,7 +32,7 @@ _SECONDS = 600
 
 
 def pickles_of(folder: Path) -> list[Path]:
-    """Return the pickled files of a head's folder with weights that are in no safetensors file.
+    """Return the pickled files in a head's folder whose weights are in no safetensors file.
 
     Files that training leaves have no weights of the head. Other pickled files beside safetensors
     are copies, except MiMo's mask_embedding.pt.
@@ -50,10 +50,11 @@ def _is_of_training(name: str) -> bool:
 
 
 def run(source: Path, target: Path, *, seconds: float = _SECONDS) -> int:
-    """Write a head's folder anew with safetensors only; return the exit status 0.
+    """Write a head's config.json, and its weights as safetensors, to a new folder.
 
-    The folder `target` must not exist yet. Raises OutriderError(INVALID_VALUE) that names the file
-    which cannot be read as tensors; then there is no `target`.
+    Return the exit status 0. The folder `target` must not exist yet. Raises
+    OutriderError(INVALID_VALUE) that names the folder that cannot be converted, or the file that
+    cannot be read as tensors; then no new folder is left.
     """
     check_model_folder(str(source))
     if not (source / "config.json").is_file():

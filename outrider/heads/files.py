@@ -18,12 +18,12 @@ from outrider.heads.spec import refusal
 BY_VLLM = "serve the target with vLLM, whose own drafting may read such a head"
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _IDS = (torch.int64, torch.int32, torch.bool)
-# In a clone without its contents, a file of Git LFS begins with this.
+# A file of Git LFS begins with this in a clone that lacks the file's contents.
 _LFS = b"version https://git-lfs"
 
 
 class Keys:
-    """The keys of a config.json, or of a section in it. Each method checks the value's type."""
+    """The keys of a config.json, or of a section in it. Values are checked when they are read."""
 
     def __init__(self, path: Path, keys: Mapping[str, Any], prefix: str = "") -> None:
         self.path = path
@@ -43,7 +43,10 @@ class Keys:
         return refusal(self.path, f"{self._prefix}{name} {why}")
 
     def section(self, name: str) -> Keys:
-        """Return the keys of the object `name`; no keys if it is missing. Raises OutriderError."""
+        """Return the keys of the object `name`; no keys if it is missing.
+
+        Raises OutriderError for another value.
+        """
         found = self._keys.get(name) or {}
         if not isinstance(found, Mapping):
             raise self.wrong(name, "must be an object")
@@ -81,7 +84,7 @@ class Keys:
         return value
 
     def flag(self, name: str, default: bool) -> bool:
-        """Return a boolean. Raises OutriderError."""
+        """Return a boolean. Raises OutriderError for another value."""
         value = self._keys.get(name)
         value = default if value is None else value
         if type(value) is not bool:
@@ -89,14 +92,17 @@ class Keys:
         return value
 
     def text(self, name: str, default: str) -> str:
-        """Return a string. Raises OutriderError."""
+        """Return a string. Raises OutriderError for another value."""
         value = self._keys.get(name) or default
         if not isinstance(value, str):
             raise self.wrong(name, f"must be a text, not {value!r}")
         return value
 
     def ids(self, name: str) -> tuple[int, ...] | None:
-        """Return whole numbers from 0 on; None if the key is missing. Raises OutriderError."""
+        """Return whole numbers from 0 on; None if the key is missing.
+
+        Raises OutriderError for another value.
+        """
         value = self._keys.get(name)
         if value is None:
             return None
@@ -105,7 +111,10 @@ class Keys:
         return tuple(value)
 
     def names(self, name: str) -> list[str]:
-        """Return a list of strings; empty if the key is missing. Raises OutriderError."""
+        """Return a list of strings; empty if the key is missing.
+
+        Raises OutriderError for another value.
+        """
         value = self._keys.get(name) or []
         if not isinstance(value, list) or any(not isinstance(part, str) for part in value):
             raise self.wrong(name, "must be a list of texts")
@@ -135,7 +144,7 @@ class Weights:
     def width(self, name: str) -> int:
         """Return the last dimension of a tensor [rows, columns].
 
-        Raises OutriderError if the tensor is missing.
+        Raises OutriderError if the tensor is missing or is no matrix.
         """
         return self._matrix(name)[1]
 
@@ -161,7 +170,8 @@ class Weights:
     def take(self, name: str, *shape: int, to: str | None = None) -> None:
         """Move a tensor of floats to the normal form, under the name `to` or its own name.
 
-        Raises OutriderError if the tensor is missing or has another shape.
+        Raises OutriderError if the tensor is missing, has another shape or type, or has numbers
+        that are not finite.
         """
         self.taken[to or name] = self._pop(name, shape, _FLOATS)
 
@@ -179,7 +189,7 @@ class Weights:
         return self._pop(name, (size,), _IDS)
 
     def skip(self, *names: str) -> None:
-        """Drop tensors that only training needs, if they are there."""
+        """Drop tensors that the head does not need, if they are there."""
         for name in names:
             self._left.pop(name, None)
 

@@ -33,7 +33,7 @@ _KINDS: dict[Kind, type[HeadModel]] = {
     "medusa": Medusa,
     "redrafter": ReDrafter,
 }
-# Vision models have their language model under a prefix.
+# In vision models, the names of the language model's weights have a prefix.
 _EMBEDDINGS = (
     "model.embed_tokens.weight",
     "model.language_model.embed_tokens.weight",
@@ -91,10 +91,11 @@ def load_projections(
 
 
 def target_weights(target: str | Path) -> TargetWeights:
-    """Read from a target, a directory or hub id, only the two matrices that a head shares with it.
+    """Read only the two matrices of a target that a head shares with it.
 
-    Raises OutriderError(INVALID_VALUE) if its safetensors files have no embeddings or cannot be
-    read, and OutriderError(MODEL_NOT_FOUND) if there is no such target.
+    `target` is a directory or hub id. Raises OutriderError(INVALID_VALUE) if its safetensors files
+    have no embeddings or cannot be read, and OutriderError(MODEL_NOT_FOUND) if there is no such
+    target.
     """
     found: dict[str, torch.Tensor] = {}
     for path in _files_of(str(target)):

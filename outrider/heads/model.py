@@ -112,7 +112,7 @@ class HeadProposal:
     shares: torch.Tensor
     confidences: torch.Tensor
     deeper: Sequence[Sequence[Branch]] = ()
-    """For each sequence, branches that continue after a token of `best`; or nothing."""
+    """For each sequence, branches that go on after a token of `best`; empty without trees."""
 
     def on_host(self) -> HeadProposal:
         """Return the same numbers on the host, after one wait for the device."""
@@ -134,7 +134,7 @@ class HeadModel(torch.nn.Module):
     """A head on a device. Not thread-safe. A kind adds modules, `read_rows` and `guess`."""
 
     pairs = True
-    """True if a row holds the token after its feature."""
+    """True if a row pairs its feature with the token after the feature's token."""
     siblings: ClassVar[Sequence[Sequence[str]]] = SIBLINGS
     """Groups of names of layers. A CPU computes each group as one product."""
     exact: tuple[str, ...] = ()

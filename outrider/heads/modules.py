@@ -43,8 +43,9 @@ class HeadRows(RotaryRows):
 class HeadCache:
     """Keys and values of a head's layers, in pages of its own.
 
-    A head rotates queries and keys by their place among its own rows, from 0 on. Two rows are as
-    far apart as their tokens, and the rotary embedding shows only distances.
+    A head rotates queries and keys by their place among its own rows, from 0 on. The scores are the
+    same as with the tokens' positions: two rows are as far apart as their tokens, and attention
+    depends only on the distance.
     """
 
     def __init__(
@@ -97,7 +98,7 @@ class HeadCache:
         return HeadRows(self._cos[layout.positions], self._sin[layout.positions], layout)
 
     def static_rows(self, layout: StaticLayout) -> RotaryRows:
-        """Prepare a forward at fixed addresses, of any positions; every layer then uses `layout`.
+        """Prepare a forward whose positions are in fixed tensors; layers then use `layout`.
 
         All cosines and sines are kept from now on: 64 MiB for 131,072 positions of 128 channels in
         bfloat16.
@@ -111,7 +112,7 @@ class HeadCache:
 
     @property
     def can_capture(self) -> bool:
-        """True if forwards can be graphs: they use the GPU kernel, and frequencies are fixed."""
+        """True if graphs can be captured: forwards use the GPU kernel, frequencies are fixed."""
         rope = self._rope.get("rope_type", "default")
         frequencies_are_fixed = rope not in ("dynamic", "longrope")
         return frequencies_are_fixed and all(
@@ -173,8 +174,8 @@ class Attention(Module):
 
     def forward(self, x_TC: torch.Tensor, rows: RotaryRows, cache: LayerCache) -> torch.Tensor:
         """Store the rows' keys and values; let each row see all rows up to itself."""
-        # Compute the queries first: on a CPU the projections are one product, and v_proj's call
-        # drops its outputs.
+        # Compute the queries first: on a CPU the three projections are one product, and the call of
+        # v_proj drops the product's outputs.
         query = self.queries(x_TC, rows.cos, rows.sin)
         key, value = self.keys_and_values(x_TC, rows.cos, rows.sin)
         query, key, value = (part.transpose(0, 1).unsqueeze(0) for part in (query, key, value))

@@ -44,7 +44,8 @@ _EAGLE = {"EagleLlamaForCausalLM", "LlamaForCausalLMEagle", "EagleQwen2ForCausal
 _DFLASH = {"DFlashDraftModel", "DFlashSpeculator"}
 _DSPARK = {"Qwen3DSparkModel", "DSparkDraftModel", "DSparkSpeculator"}
 _MEDUSA = {"MedusaModel", "MedusaForCausalLM"}
-# Heads that are known but not supported: their layers or their choice of tokens differ too much.
+# Heads that are known but not supported: their layers or their choice of tokens differ too much
+# from those of the supported heads.
 _BY_OTHERS = {
     "Eagle3DeepseekV2ForCausalLM",
     "Eagle3DeepseekV3ForCausalLM",
@@ -75,7 +76,7 @@ def read_target_config(target: str, trust_remote_code: bool = False) -> Any:
     try:
         # Without a value for trust_remote_code, `transformers` would ask on the terminal.
         return AutoConfig.from_pretrained(pretrained(target), trust_remote_code=trust_remote_code)
-    # `transformers` checks the configuration with errors of many types.
+    # `transformers` raises errors of many types for a wrong configuration.
     except Exception as cause:
         why = " ".join(str(cause).split())
         if "trust_remote_code" in why:
@@ -84,7 +85,7 @@ def read_target_config(target: str, trust_remote_code: bool = False) -> Any:
 
 
 def read(path: str | Path, target_config: Any, layers: tuple[int, ...] | None = None) -> Head:
-    """Read the head in the folder `path` for the target of a `transformers` configuration.
+    """Read the head in the folder `path` for the target that `target_config` describes.
 
     `layers` names the auxiliary layers that the head reads, if the file is known to be wrong about
     them. Raises OutriderError(INVALID_VALUE) with a sentence that names the file, key or tensor at
@@ -123,7 +124,7 @@ def with_reading(head: Head, number: int) -> Head:
 
 
 def _told(folder: Path, head: Head) -> Head:
-    """Log what was decided; return the head."""
+    """Log what was read; return the head."""
     spec = head.spec
     text = "head %s: %s on the target's auxiliary layers %s%s, %d of %d tokens"
     final = " and its final state" if spec.final_state else ""

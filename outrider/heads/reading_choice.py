@@ -43,9 +43,9 @@ class Matches:
 
 @dataclass(frozen=True, slots=True)
 class ReadingChoice:
-    """The chosen interpretation, and the right guesses of each interpretation, likeliest first.
+    """The chosen interpretation, and the number of right guesses of each, likeliest first.
 
-    `tried` first guesses were made with each interpretation. If the choice is not `clear`, another
+    With each interpretation, `tried` first guesses were made. If the choice is not `clear`, another
     interpretation is about as good, and the interpretation that is likeliest from the file alone
     was kept.
     """
@@ -101,9 +101,9 @@ def choose_reading(
 
     `text` has T tokens, about 256. `states` maps each state of `states_of` to the target's rows [T,
     hidden size]. `answers` [T] has the target's likeliest token after each token. A guess is made
-    after every `stride`-th token. Logs the choice, and as a warning if the choice is not clear. The
-    model needs pages for the text with each set of auxiliary layers, else it raises NoPages.
-    Afterwards these pages are free, and the model uses its previous interpretation.
+    after every `stride`-th token. Logs the choice, as a warning if the choice is not clear. For
+    each set of auxiliary layers, the model needs pages for one copy of the text, else it raises
+    NoPages. Afterwards these pages are free, and the model uses its previous interpretation.
     """
     before = model.spec
     options = before.readings

@@ -1,6 +1,7 @@
-"""Runs rounds of a head that drafts step by step as CUDA graphs: two for each batch size.
+"""Runs, as CUDA graphs, the rounds of a head that drafts step by step.
 
-One graph makes the first guesses from the states of the committed tokens. The other makes a further
+Each batch size has two graphs for chains, and two for trees if a place has enough guesses. One
+graph makes the first guesses from the states of the committed tokens. The other makes a further
 level of guesses, and leaves its results where the next level reads them. So a round is one copy, a
 graph for each level and one wait. Each further level continues from W rows of a sequence: the
 chain's guess, and in trees also the likeliest other guesses, as
@@ -190,7 +191,7 @@ class _Size:
             return
         row_count, choices = best_BRK.shape[1:]
         products_BRK = chosen.products[:, :row_count, None] * shares_BRK.double()
-        # A guess of probability 0 is followed last, and the host then leaves it out.
+        # A guess of probability 0 is chosen last, and the host then leaves it out.
         worth_BN = products_BRK.masked_fill(shares_BRK <= 0.0, -1.0).flatten(1)
         worth_BN[:, 0].fill_(torch.inf)
         picks_BW = worth_BN.sort(dim=1, descending=True, stable=True).indices[:, : self._rows]
@@ -233,7 +234,7 @@ class _Size:
 def _branches(
     sequence: HeadSequence, at: int, best_LBWK: list[Any], shares_LBWK: list[Any]
 ) -> list[Branch]:
-    """Return the branches of sequence number `at`, whose tree grows as it did in the graphs."""
+    """Return the branches of sequence number `at`; grows the tree as the graphs grew it."""
     assert sequence.state is not None
     tree = Tree(sequence, sequence.state)
     tree.add(0, best_LBWK[0][at][0], shares_LBWK[0][at][0])

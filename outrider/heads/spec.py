@@ -1,9 +1,10 @@
 """The normal form of a draft head, to which every published dialect is brought.
 
-Auxiliary layer k of a target is the residual stream that enters its layer k, as vLLM counts them: 0
-are the embeddings, and the number of layers is the stream before the final norm. The final state is
-the input of the target's lm_head, after that norm. A feature row of one token is the wanted
-auxiliary layers, in the head's order, and then the final state if it is wanted.
+Auxiliary layer k of a target is the residual stream that enters its layer k, as vLLM counts them.
+So k = 0 means the embeddings, and if k is the number of layers, it means the stream before the
+final norm. The final state is the input of the target's lm_head, after that norm. A feature row of
+one token is the wanted auxiliary layers, in the head's order, and then the final state if it is
+wanted.
 """
 
 from __future__ import annotations
@@ -111,12 +112,12 @@ class HeadSpec:
     """peagle, dflash, dspark: the token in the place of an unknown token; None if the head has the
     embedding `mask_embedding` instead."""
     block_size: int = 0
-    """dflash, dspark: rows of a block, the anchor among them."""
+    """dflash, dspark: the number of a block's rows, the anchor included."""
     anchor_predicts: bool = False
     """dflash, dspark: row i guesses the token after its own place, so a block has one more guess.
     Otherwise row i guesses the token in its place, and the anchor's row guesses nothing."""
     causal_layers: tuple[bool, ...] = ()
-    """dflash, dspark: for each layer, whether a block's rows see only rows before them."""
+    """dflash, dspark: for each layer, whether a row sees no later rows of its block."""
     window_from_anchor: bool = False
     """dflash, dspark: whether all rows of a block see as far back as the anchor, as speculators
     trains them; otherwise each row sees the window's positions, of which its own is the last."""
@@ -155,9 +156,9 @@ class HeadSpec:
 class Head:
     """A head in normal form.
 
-    `tensors` have the names of the kind's module. Without "embed_tokens.weight" or "lm_head.weight"
-    the target's own are used. `target_ids` int64 [draft_vocab_size] maps the head's ids to the
-    target's; None if they are the same.
+    `tensors` have the names of the kind's module. If "embed_tokens.weight" or "lm_head.weight" is
+    missing, the target's own matrix is used. `target_ids` int64 [draft_vocab_size] maps the head's
+    ids to the target's; None if they are the same.
     """
 
     spec: HeadSpec

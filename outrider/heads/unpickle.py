@@ -46,7 +46,7 @@ def _tensors(loaded: Any) -> dict[str, torch.Tensor]:
     for name, value in loaded.items():
         if not isinstance(name, str) or not isinstance(value, torch.Tensor):
             raise ValueError(f"its entry {name!r} is a {type(value).__name__}, not a tensor")
-    # Return copies, because safetensors writes no memory twice, and some files share tensors.
+    # Return copies: safetensors writes no memory twice, and some files have tensors that share it.
     return {name: value.detach().clone().contiguous() for name, value in loaded.items()}
 
 

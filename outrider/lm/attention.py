@@ -229,7 +229,7 @@ def _attend_group(
     group: AttentionGroup,
     softmax: Softmax,
 ) -> torch.Tensor:
-    """Attend for one group over gathered pages; return [tokens, H, D] without padding."""
+    """Attend for one group over its pages; return [tokens, H, D] without padding."""
     batch, queries = group.shape
     heads, size = query_THD.shape[1:]
     if group.contiguous_slots is not None:
@@ -273,7 +273,8 @@ def _gather(cache: torch.Tensor, group: AttentionGroup) -> torch.Tensor:
     pages = cache.index_select(0, group.block_table_BP.flatten())
     gathered = pages.view(group.shape[0], -1, *pages.shape[2:])[:, : group.key_count]
     if group.unwritten_BK is not None:
-        # Earlier sequences may have left NaN there, and a masked NaN still counts, as 0 * NaN.
+        # Earlier sequences may have left NaN in these slots. A masked NaN still counts: 0 * NaN is
+        # NaN.
         gathered.masked_fill_(group.unwritten_BK[:, :, None, None], 0)
     return gathered.transpose(1, 2)
 
@@ -316,7 +317,7 @@ def install(model: torch.nn.Module) -> dict[int, LayerCache]:
 
 
 def attach(layer: torch.nn.Module, cache: LayerCache) -> None:
-    """Let all modules of a layer that have a layer index attend over this cache."""
+    """Let those modules of a layer that have a layer index attend over this cache."""
     for module in layer.modules():
         if isinstance(getattr(module, "layer_idx", None), int):
             object.__setattr__(module, _STATE, cache)

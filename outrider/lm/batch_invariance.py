@@ -1,4 +1,4 @@
-"""Tells whether a forward is batch-invariant: a row's bits do not depend on the number of rows.
+"""Tells whether a forward is batch-invariant: no row's bits depend on the number of rows.
 
 Our C kernels for CPUs keep one order of sums for all numbers of rows. Other products and attentions
 choose their code by the number of rows. docs/losslessness.md says what follows for texts.

@@ -53,7 +53,8 @@ def read_checkpoint(model: str, dtype: str, trust_remote_code: bool) -> torch.nn
             trust_remote_code=trust_remote_code,
             output_loading_info=True,
             **quantization,
-            # With this, tensors of another shape are listed in the report.
+            # With this, tensors of another shape are listed in the report; without it, they raise
+            # an error.
             ignore_mismatched_sizes=True,
         )
     except (OSError, ValueError, SafetensorError) as cause:
@@ -89,10 +90,11 @@ def _dequantizing(model: str, config: Any) -> dict[str, Any]:
 
 
 def check_names(name: str, model: torch.nn.Module, report: Mapping[str, Any]) -> None:
-    """Raise OutriderError unless the files have exactly the tensors of the model's parts.
+    """Raise OutriderError unless the files have exactly the tensors of the text model.
 
-    `report` is what `transformers` reports about the load. It does not contain tied tensors, nor
-    names that the model's class declares as ignorable.
+    Parts beside the text model may have further tensors. `report` is what `transformers` reports
+    about the load. It does not contain tied tensors, nor names that the model's class declares as
+    ignorable.
     """
     shapes = [f"{key} {list(of)}, not {list(to)}" for key, of, to in report["mismatched_keys"]]
     unread = {each for each in report["unexpected_keys"] if _COMPUTED.search(each) is None}

@@ -34,8 +34,9 @@ _TOKENS = 96
 # with six, 0.045 with the 30 of SmolLM2-135M.
 _EXACT_TOLERANCE = 0.001
 _ROUNDED_FACTOR = 1.2
-# One text's error is not chance if it is more than this times the error of the model's own forward.
-# In float32 the own forward's error counts as 0, so each error above the tolerance is a fault.
+# One text's error is not chance if it is more than `_MOST_BY_CHANCE` times the error of the model's
+# own forward. In float32 the own forward's error counts as 0, so each error above the tolerance is
+# a fault.
 _MOST_BY_CHANCE = 1.5
 
 
@@ -46,7 +47,7 @@ Forward = Callable[[BatchLayout], torch.Tensor]
 def worse_than_own(
     model: Any, caches: Mapping[int, LayerCache], page_size: int, forward: Forward
 ) -> str | None:
-    """Say how far `forward` and the model's own forward are off; None if `forward` is good enough.
+    """Say how far off `forward` and the model's own forward are; None if `forward` is good enough.
 
     Overwrites the pages from 0 on.
     """
@@ -74,7 +75,8 @@ def rounding_errors(
     """Compute a text's logits with `forward`, with the model's own forward, and exactly.
 
     Return how far the first and the second result are from the exact logits: the root mean square
-    over the standard deviation. In float32 the model's own logits count as exact.
+    of the difference, divided by the standard deviation of the exact logits. In float32 the model's
+    own logits count as exact.
     """
     parameter = next(model.parameters())
     count = min(_TOKENS, page_size * next(iter(caches.values())).page_count)

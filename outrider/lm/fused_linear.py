@@ -1,4 +1,4 @@
-"""Computes layers that share an input as one product."""
+"""Computes in one product several layers that share an input."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SIBLINGS = (ATTENTION, GATED)
 """Groups of names of layers in one module. A model calls a group's layers with the same input."""
 
 MakeLayer = Callable[[torch.nn.Linear, torch.Tensor, torch.Tensor | None], torch.nn.Module]
-"""Makes a layer that computes like the given layer, with this weight and bias."""
+"""Makes a layer that computes like the given layer, but with the given weight and bias."""
 
 
 def linear_of(weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.nn.Linear:
@@ -26,14 +26,17 @@ def linear_of(weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.n
 
 
 def joined(layers: Sequence[torch.nn.Linear]) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the weights [out, in] and the biases [out] of `layers`, one after the other."""
+    """Return the weights of `layers` joined to one [out, in], and the biases joined to one [out].
+
+    The second result is None if no layer has a bias.
+    """
     biases = [layer.bias.detach() for layer in layers if layer.bias is not None]
     weight = torch.cat([layer.weight.detach() for layer in layers])
     return weight, torch.cat(biases) if biases else None
 
 
 class FusedLinear:
-    """Computes several layers that share an input as one product.
+    """Computes in one product several layers that share an input.
 
     The first call with an input computes all layers; the call of the last layer drops the outputs.
     """
@@ -43,8 +46,9 @@ class FusedLinear:
     ) -> None:
         """`make` makes a layer like `layers[0]`, with the joined weights and biases of `layers`.
 
-        `contiguous` copies the outputs out of the product. torch computes the GELU of strided
-        numbers with other bits; only the outputs of a single row are contiguous without a copy.
+        `contiguous` copies the outputs out of the product, because torch's GELU of strided numbers
+        has other bits than its GELU of contiguous numbers. Without a copy, only the outputs of a
+        single row are contiguous.
         """
         self._contiguous = contiguous
         self.layer = make(layers[0], *joined(layers))
@@ -84,7 +88,7 @@ class FusedLinearPart(torch.nn.Module):
 def fusible(
     module: torch.nn.Module, siblings: Sequence[Sequence[str]] = SIBLINGS
 ) -> list[list[torch.nn.Linear]]:
-    """Return the groups of children that share their input, each in the order of its calls."""
+    """Return the groups of children that share an input, each group in the order of the calls."""
     found = []
     for names in siblings:
         layers = [getattr(module, name, None) for name in names]

@@ -23,7 +23,7 @@ class FeatureProjection(Protocol):
 
     @property
     def states(self) -> Sequence[int]:
-        """The states that the projection reads, in their order."""
+        """The states that the projection reads, in the order in which it reads them."""
 
     @property
     def projected_width(self) -> int:
@@ -40,7 +40,7 @@ class KeptStates:
         self.kept: Mapping[int, torch.Tensor] = {}
         """Maps each state to its rows [T, H], one for each token of the forward."""
         self.projections: Mapping[str, FeatureProjection] = {}
-        """Maps names to the projections that `copy_states` can apply to the states."""
+        """Maps names to the projections that `pick_states` can apply to the states."""
 
     @torch.inference_mode()
     def pick_states(
@@ -48,8 +48,8 @@ class KeptStates:
     ) -> torch.Tensor:
         """Return the kept `states` of the last forward's `rows`, in memory of their own.
 
-        The result [R, F] of `dtype` has each row's states in their order or, with `projection`, the
-        projected states. The method does not wait for the device.
+        The result [R, F] of `dtype` has each row's states in the order of `states` or, with
+        `projection`, the projected states. The method does not wait for the device.
         """
         kept = [self.kept[state] for state in states]
         index = on(kept[0].device, rows, torch.int64)

@@ -1,7 +1,7 @@
-"""Describes one packed batch as index tensors, built once a forward on the host for all layers.
+"""Describes a packed batch as index tensors, built on the host once per forward for all layers.
 
-The code builds lists rather than arrays, because a typical batch has a few tokens, and this work is
-done between forwards.
+The code builds lists rather than arrays, because lists are quicker for the few tokens of a typical
+batch, and this work takes time between two forwards.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from outrider.lm.softmax import Softmax
 from outrider.protocol.token_tree import ancestor_words, depths
 from outrider.sampling.tensors import Staging
 
-# Slices of up to this many tokens (decoding, verification) share one padded attention call. Longer
-# slices (prefill, large trees) get a call each.
+# Slices of up to `SHORT_SLICE` tokens (decoding, verification) share one padded attention call.
+# Longer slices (prefill, large trees) get a call each.
 SHORT_SLICE = 32
 
 
 @dataclass(slots=True)
 class SequenceSlice:
-    """Tokens of one sequence that a forward computes: its next tokens, then a tree.
+    """Tokens of one sequence that a forward computes: its next tokens, and after them maybe a tree.
 
     `start` is the position of the first token. `pages` hold the sequence's keys and values,
     including those of this slice. The forward returns logits for the last `logit_count` tokens.
@@ -78,7 +78,7 @@ class SequenceSlice:
 
 
 def logits_indices(slices: Sequence[SequenceSlice]) -> list[int]:
-    """Return the packed token numbers for which logits are computed."""
+    """Return the numbers of the packed tokens for which logits are computed."""
     ends = accumulate(len(part.token_ids) for part in slices)
     return [
         row
@@ -176,8 +176,8 @@ class AttentionGroup:
     def mask(self, softmax: Softmax, repeats: int, dtype: torch.dtype) -> torch.Tensor | None:
         """Return the attention mask [B, 1, Q * repeats, keys]: 0 for visible keys, else -inf.
 
-        Each query occurs `repeats` times in a row. None means that every query sees all keys. Masks
-        are cached, because most layers ask for the same mask.
+        Each query occurs `repeats` times, one after the other. None means that every query sees all
+        keys. Masks are cached, because most layers ask for the same mask.
         """
         key = (softmax.window, softmax.chunked, repeats)
         if key not in self._masks:
@@ -242,7 +242,7 @@ class BatchLayout:
     def __init__(
         self, slices: Sequence[SequenceSlice], page_size: int, device: torch.device
     ) -> None:
-        """Pack the slices; the tensors go to `device`, a GPU gets all in one copy."""
+        """Pack the slices, and send the tensors to `device`; a GPU gets all of them in one copy."""
         self.slices = slices
         self.page_size = page_size
         self._device = device
@@ -365,11 +365,11 @@ class KernelArguments:
     of each sequence, including the slice's own. `block_table` [B, P]: the pages of those keys.
     `slots` [T]: each token's place among the keys of its sequence. `positions` [T]: equal to
     `slots` except for a tree's tokens. `tree_starts` [B]: the slot of a slice's first tree token,
-    or the slice's `seq_lens` if it has no tree. `ancestors`: for each token of a tree a bitmask
-    with bit j set if draft token j is an ancestor or itself; [T], where the bitmasks of other
-    tokens are not read, or [1] in a batch without trees. `has_trees`: whether some slice may have a
-    tree; if none may, the kernel reads no `ancestors`. `ancestors` is int64, the other tensors are
-    int32.
+    or the slice's `seq_lens` if it has no tree. `ancestors` [T]: for each token of a tree a
+    bitmask, in which bit j is set if draft token j is the token itself or its ancestor; the
+    bitmasks of other tokens are not read. In a batch without trees, `ancestors` may have the shape
+    [1]. `has_trees`: whether some slice may have a tree; if none may, the kernel reads no
+    `ancestors`. `ancestors` is int64, the other tensors are int32.
     """
 
     cu_seqlens_q: torch.Tensor

@@ -23,7 +23,8 @@ class KVSequence:
     pages: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
     digests: list[bytes] = field(default_factory=list)
-    """Block hashes of the leading pages, which are cached for sharing: nothing writes to them."""
+    """Block hashes of the leading pages that are cached for sharing. Nothing writes to these
+    pages."""
     sent_page_count: int = 0
     """The number of leading pages that the sequence's row of a GPU's block table holds."""
 
@@ -32,10 +33,10 @@ class PagePool:
     """Hands out pages, and keeps pages of committed tokens so that later sequences can share them.
 
     A full page of committed tokens has a chained block hash: SHA-256 over the hash of the page
-    before it (for the first page: of the salt) and its token ids as little-endian uint32. Cached
-    pages that no sequence holds stay findable until the pool needs them; the least recently used
-    page goes first. A sequence writes only beyond its `num_computed_tokens`, so nothing writes to
-    a shared page.
+    before it (for the first page: of the salt) and the page's own token ids as little-endian
+    uint32. Cached pages that no sequence holds stay findable until the pool needs them; the least
+    recently used page goes first. A sequence writes only beyond its `num_computed_tokens`, so
+    nothing writes to a shared page.
     """
 
     def __init__(self, page_count: int, page_size: int, *, prefix_caching: bool = True) -> None:
@@ -81,7 +82,7 @@ class PagePool:
         return True
 
     def room(self, sequence: KVSequence) -> int:
-        """Return the maximum number of tokens for which `reserve` can give the sequence pages."""
+        """Return the largest length for which `reserve` can succeed now."""
         return (len(sequence.pages) + self.free_count) * self.page_size
 
     def fork(self, sequence: KVSequence, length: int) -> KVSequence:
@@ -99,7 +100,8 @@ class PagePool:
         """Rewind the sequence to `length` tokens and free the pages after them; copy nothing.
 
         Other sequences may be reading a cached page. So a rewind into a cached page goes back to
-        the page's beginning, and its tokens are computed again into a page of the sequence's own.
+        the page's beginning, and the tokens from there on are computed again into a page of the
+        sequence's own.
         """
         cached = length // self.page_size
         if cached < len(sequence.digests):
@@ -123,9 +125,9 @@ class PagePool:
     ) -> int:
         """Start an empty sequence on the cached pages of the longest known prefix of `token_ids`.
 
-        Return the number of tokens covered. At least the last token remains to be computed,
-        because the caller wants its logits; with a `limit`, all tokens from that index on remain.
-        Raises ValueError if the sequence already has pages.
+        Return the number of tokens covered. At least the last token remains to be computed, because
+        the caller wants its logits; with a `limit`, all tokens from index `limit` on remain. Raises
+        ValueError if the sequence already has pages.
         """
         if sequence.pages:
             raise ValueError("only an empty sequence can start on a cached prefix")
@@ -149,8 +151,8 @@ class PagePool:
     def known_pages(self, hashes: list[bytes], token_ids: Sequence[int], salt: str) -> int:
         """Return how many full pages of `token_ids` are cached.
 
-        `match_prefix` finds at most this many. `hashes` belongs to one sequence with one salt, is
-        empty at first, and keeps the block hashes.
+        `match_prefix` finds at most as many. `hashes` belongs to one sequence with one salt. It is
+        empty at first, and keeps the block hashes from call to call.
         """
         for i in range(len(hashes), len(token_ids) // self.page_size):
             hashes.append(self._digest(hashes, token_ids, i, salt))

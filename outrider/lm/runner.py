@@ -36,12 +36,13 @@ __all__ = ["Bounds", "ModelRunner", "SequenceSlice"]
 
 log = logging.getLogger(__name__)
 
-# The number of tokens a page. Small pages waste little, and no attention kernel is faster with
+# The number of tokens in a page. Small pages waste little, and no attention kernel is faster with
 # larger pages.
 _PAGE_SIZE = 16
 _CPU_CACHE_BYTES = 2**30
 _SEQUENCES_AT_FULL_CONTEXT = 64
-# The share of a GPU's free memory that is kept for the steps of a model without the kernel.
+# The share of a GPU's free memory that is kept for the steps of a model that the attention kernel
+# does not support.
 _UNMEASURED_STEP = 0.15
 
 
@@ -61,7 +62,7 @@ class ModelRunner(KeptStates):
     ) -> None:
         """Serve a loaded `transformers` model; `load` explains the parameters.
 
-        `fused_layers` lets a GPU compute by fewer kernels, where that is possible. Raises
+        `fused_layers` lets a GPU compute with fewer kernels, where that is possible. Raises
         OutriderError(INVALID_VALUE) for a model that cannot be served.
         """
         super().__init__()
@@ -90,7 +91,7 @@ class ModelRunner(KeptStates):
         longest = min(self._most_slots, pages * self.page_size)
         if self._takes_graphs():
             self._graphs = self._make_graphs(longest, spare_page=pages)
-            # The padding of a graph's batch goes to one more page after the last.
+            # The padding of a graph's batch goes to an additional page after the last page.
             pages += 1
         self._allocate(pages, longest)
         self._token_mover = self._make_token_mover()
@@ -105,7 +106,7 @@ class ModelRunner(KeptStates):
                 "%s may answer otherwise when asked again: %s", self._name, self.rows_may_differ
             )
         self._compare(texts, own)
-        # `capture` compares the graphs too.
+        # `capture` compares the graphs' logits too.
         self._trial = (texts, own) if self._graphs is not None else None
 
     def _read_model(self) -> None:
@@ -138,7 +139,7 @@ class ModelRunner(KeptStates):
             layer.allocate(pages, self.page_size, max_seq_len, self.dtype, self.device)
 
     def _fuse(self, texts: Texts, own: OwnLogits) -> None:
-        """Let a GPU compute with fewer kernels, unless they give other logits than the model."""
+        """Let a GPU compute with fewer kernels, unless these give other logits than the model."""
         # This import is not at the top, because not every machine has Triton.
         from outrider.lm.gpu.fused_layers import FusedForward, join_projections
 
@@ -196,7 +197,9 @@ class ModelRunner(KeptStates):
         Never opens a pickle. `dtype` is auto (the checkpoint's), float32, bfloat16 or float16.
         `int8` keeps the weights of layers in int8 and computes in bfloat16, on a CPU only; None
         does so for a bfloat16 model if `int8_is_faster`. `threads` is torch's number of threads on
-        a CPU. `page_size` is in tokens; by default `page_count` is as large as memory allows.
+        a CPU. `page_size` is in tokens. By default `page_count` is as large as memory allows, but
+        no larger than 64 sequences of the full context need; on a CPU the cache then takes at most
+        1 GiB.
 
         On a GPU, the process takes at most `memory_share` of the card's memory: for the weights,
         the cache, and the largest step within `bounds`. This step is measured; `capture` must get
@@ -227,13 +230,13 @@ class ModelRunner(KeptStates):
             bounds=bounds,
             memory_share=memory_share,
         )
-        # The files decide: where they state no value, the loaded configuration has the default of
-        # the model's type.
+        # The files decide which tokens end a text: where they state none, the loaded configuration
+        # has the default of the model's type.
         runner.eos_token_ids = end_token_ids(model, runner.vocab_size)
         return runner
 
     def warm_up(self) -> None:
-        """Run forwards of several sizes, so that the first request does not wait for kernel choice.
+        """Run forwards of several sizes, so that the first request does not wait for new kernels.
 
         Overwrites the pages from 0 on.
         """
@@ -394,9 +397,10 @@ class ModelRunner(KeptStates):
         """Decode `count` tokens greedily for slices of one token each, by one call.
 
         The call runs the C decoder, or CUDA graphs one after the other with one wait at their end.
-        Return `count` rows of one token per slice, each the likeliest below `limit`; None if the
-        model has no C decoder and no graphs, or if a slice has more tokens or a tree. For a small
-        model, one call instead of many saves more time than the model's forwards take.
+        Return `count` rows of one token per slice, each the likeliest below `limit`; None if there
+        is neither a C decoder nor a graph for this batch, or if a slice has more than one token or
+        a tree. For a small model, one call instead of many saves more time than the model's
+        forwards take.
         """
         found = self._continue(slices, count, limit, keep_logits=False)
         return None if found is None else found[0].tolist()

@@ -15,7 +15,8 @@ class Softmax:
     Scores are products times `scale`; with a `softcap` they are squashed to (-softcap, softcap).
     With a `window`, a token sees the last `window` positions of its text, its own included; if
     `chunked`, the text is cut every `window` positions, and a token sees its own chunk (Llama 4).
-    `sinks` [H] are one more score for each query head, whose weight goes to no key (gpt-oss).
+    `sinks` [H] has one more score for each query head; the weight of this score goes to no key
+    (gpt-oss).
     """
 
     scale: float

@@ -1,8 +1,8 @@
-"""Gives a process's threads CUDA streams, and orders the tensors that pass between them.
+"""Gives a process's threads CUDA streams of their own, and passes tensors from thread to thread.
 
 A thread computes on one stream, by default the legacy default stream, which all threads share. On
 this stream, a drafter's kernels would wait for a forward of the target in the same process. So each
-drafter has a stream of its own. Nothing but an event orders kernels of two streams.
+drafter has a stream of its own. Only an event can order the kernels of two streams.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any, cast
 
 import torch
 
-# A priority below 0 goes before streams of the usual priority. A draft is short, and a step may
-# wait for it.
+# Kernels of a stream with a priority below 0 run before kernels of streams with the usual priority.
+# A draft is short, and a step may wait for it.
 _HIGH_PRIORITY = -1
 
 
@@ -21,7 +21,7 @@ def use_own_stream(device: torch.device) -> None:
     """Let this thread compute on `device` in a stream of high priority; on a CPU do nothing."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        # torch has no types for it.
+        # torch has no types for `Stream`.
         torch.cuda.set_stream(cast(Any, torch.cuda.Stream)(device, priority=_HIGH_PRIORITY))
 
 

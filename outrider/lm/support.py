@@ -1,4 +1,4 @@
-"""Checks from a model's configuration and from trial forwards whether it can be served."""
+"""Checks from a model's configuration and trial forwards whether the model can be served."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _WINDOWED = ("sliding_attention", _CHUNKED)
 _VLLM = "--engine vllm may serve it"
 _HYBRID = "for state-space, linear-attention and hybrid models, use --engine vllm"
 _LLAMA_LIKE = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-# A refusal repeats at most this many characters of another library's error.
+# The maximum number of characters of another library's error that a refusal repeats.
 _CAUSE_CHARACTERS = 300
 
 
@@ -33,8 +33,8 @@ def unsupported(model: str, why: str) -> OutriderError:
 def is_built_like_llama(model: Any) -> bool:
     """True if our forward for Llama's layers can replace the model's own forward.
 
-    A model of another type may differ from Llama only at lengths that no trial reaches, so equal
-    logits in a trial are not enough.
+    The difference between Llama and another type of model may show only at lengths that no trial
+    reaches. So equal logits in a trial are not enough.
     """
     kind = type(model)
     return kind.__name__ in _LLAMA_LIKE and kind.__module__.startswith("transformers.")
@@ -42,10 +42,11 @@ def is_built_like_llama(model: Any) -> bool:
 
 @contextmanager
 def refusals(name: str, what: str = "its forward") -> Iterator[None]:
-    """Turn any error in the block into OutriderError(INVALID_VALUE), which says that `what` failed.
+    """Turn an error in the block into OutriderError(INVALID_VALUE), which says why `what` failed.
 
-    A model's code and configuration are not ours, so an error there may be of any type. Only the
-    failure of a device is not the model's fault.
+    A model's code and configuration are not ours, so an error there may be of any type. Two types
+    of errors pass unchanged: OutriderError, and the failure of a device, which is not the model's
+    fault.
     """
     try:
         yield
@@ -105,8 +106,9 @@ def parallel_token_id(name: str, config: Any) -> int | None:
 def find_shapes(model: Any, name: str, config: Any, layers: Mapping[int, LayerCache]) -> None:
     """Run a forward of a few tokens, in which each layer records its shape.
 
-    Raises OutriderError(INVALID_VALUE) unless every layer attends once through the paged attention,
-    with the window that the configuration states.
+    Raises OutriderError(INVALID_VALUE) if the forward fails or takes no `logits_to_keep`, or unless
+    every layer attends once through the paged attention, with the window that the configuration
+    states.
     """
     if "logits_to_keep" not in inspect.signature(model.forward).parameters:
         raise unsupported(name, "its forward takes no logits_to_keep")
@@ -158,7 +160,7 @@ def _check_windows(name: str, config: Any, layers: Mapping[int, LayerCache]) -> 
         if (window is not None) != (kind in _WINDOWED):
             why = f"layer {index} is {kind} in a way that the paged attention cannot see"
             raise unsupported(name, why)
-        # Shorter windows show in the logits of the trial.
+        # A wrong window of at most LONGEST_WINDOW tokens shows in the logits of the trial.
         if kind != _CHUNKED and window and window > trial.LONGEST_WINDOW and window != stated:
             why = (
                 f"layer {index} has a window of {window} tokens, its configuration one of {stated}"
@@ -169,7 +171,7 @@ def _check_windows(name: str, config: Any, layers: Mapping[int, LayerCache]) -> 
 def make_texts(
     name: str, vocab_size: int, length: int, layers: Mapping[int, LayerCache], page_size: int
 ) -> trial.Texts:
-    """Return the texts of a model's trial; `length` is its context length.
+    """Return the texts of a model's trial; `length` is the model's context length.
 
     Raises OutriderError(INVALID_VALUE) if they do not fit the context.
     """
@@ -183,7 +185,8 @@ def make_texts(
 def own_logits(model: Any, name: str, vocab_size: int, texts: trial.Texts) -> trial.OwnLogits:
     """Compute the texts with `transformers`' own attention; set the paged attention afterwards.
 
-    Raises OutriderError(INVALID_VALUE) if the model fails, or has not `vocab_size` logits a token.
+    Raises OutriderError(INVALID_VALUE) if the model fails, or does not have `vocab_size` logits for
+    each token.
     """
     with refusals(name):
         # Eager attention is each model's own code; sdpa leaves out soft caps, for example.
@@ -198,7 +201,7 @@ def own_logits(model: Any, name: str, vocab_size: int, texts: trial.Texts) -> tr
 
 
 def _rounding(model: Any, texts: trial.Texts, logits: torch.Tensor) -> float:
-    """Return the median difference of the logits with sdpa; infinite for a model without sdpa."""
+    """Return the median difference between `logits` and those with sdpa; infinite without sdpa."""
     try:
         model.set_attn_implementation("sdpa")
     except (ImportError, ValueError):

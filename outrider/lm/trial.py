@@ -1,4 +1,4 @@
-"""Compares the logits that will be served with the model's own, for two short texts at start.
+"""Compares the logits that will be served with the model's own, for two texts, before serving.
 
 A model may attend in ways that the paged attention does not see: to later tokens, with its own
 positions, or through a state beside the cache. Such a model raises no error, but would write
@@ -26,13 +26,14 @@ FEWEST_TOKENS = 12
 """The minimum number of tokens of a text."""
 SPARE_TOKENS = 4
 """The number of extra slots of the first text, which in the trial ends with both branches."""
-# Longer than two pages of the usual size, and not a multiple of the page size.
+# The least number of tokens of a text, if the context allows it: more than two pages of the usual
+# size hold, and not a multiple of the page size.
 _TOKENS = 43
 _PAST_WINDOW = 20
-# Tokens at the end of each text that the other text does not have.
+# The number of tokens at the end of each text in which the texts differ.
 _BRANCH = SPARE_TOKENS
-# The maximum number of tokens at the end of a text whose logits are compared: a vocabulary is
-# large.
+# The maximum number of tokens at the end of a text for which logits are compared. More logits of a
+# large vocabulary would take too much memory.
 _COMPARED = 48
 # Models may set the logits of tokens that must not occur to the lowest number of the dtype.
 _NEVER = -1e30
@@ -47,13 +48,13 @@ _NEVER = -1e30
 # types that would be served wrongly, it was 0.03 to 1.4 in float32.
 _ROUNDING_FACTOR = 5
 _LARGEST_MEDIAN = 0.2
-# The least tolerated median, and the tolerated root mean square over any number of tokens: one
-# token with another expert had 0.46.
+# The least tolerated median, and the tolerated root mean square over any number of tokens: for one
+# token with another expert, 0.46 was measured.
 _EXACT = (1e-3, 0.05)
 _ROUNDED = (0.03, 0.6)
-# Of a few tokens, rounding may choose another expert for most: a median of 0.12 was measured. So
-# the median of fewer than `_MANY_TOKENS` tokens may be `_SEVERAL_FACTOR` times as large, and the
-# median of fewer than `_SEVERAL_TOKENS` tokens is not checked.
+# If there are only a few tokens, rounding may choose another expert for most of them: a median of
+# 0.12 was measured. So the median of fewer than `_MANY_TOKENS` tokens may be `_SEVERAL_FACTOR`
+# times as large, and the median of fewer than `_SEVERAL_TOKENS` tokens is not checked.
 _MANY_TOKENS = 12
 _SEVERAL_TOKENS = 4
 _SEVERAL_FACTOR = 8
@@ -97,10 +98,10 @@ class Texts:
         self.token_ids = [ids[: self.count], ids[: self._fork] + ids[self.count :]]
         # The first text ends with both branches.
         pages_each = -(-(self.count + _BRANCH) // page_size)
-        # In descending order, so that no page follows its predecessor.
+        # In descending order, so that a text's pages do not follow each other in the cache.
         pages = list(range(2 * pages_each))[::-1]
         self.page_count = len(pages)
-        """The pages that the batches overwrite, from page 0 on."""
+        """The number of pages that the batches overwrite, from page 0 on."""
         self._pages = [pages[0::2], pages[1::2]]
 
     def batches(self) -> list[list[_Piece]]:
@@ -151,7 +152,7 @@ def compute(model: Any, texts: Texts) -> torch.Tensor:
 
 
 def differences(expected: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-    """Return the difference of each token's logits [..., V] to the expected logits."""
+    """Return the difference between each token's logits [..., V] and the expected logits."""
     expected = expected.float()
     logits = logits.float()
     never = expected < _NEVER
@@ -189,7 +190,7 @@ def disagreement(
 
 
 def _for_count(typical: float, tokens: int) -> float:
-    """Return the tolerated median over this number of tokens."""
+    """Return the tolerated median over `tokens` tokens."""
     if tokens >= _MANY_TOKENS:
         return typical
     return typical * _SEVERAL_FACTOR if tokens >= _SEVERAL_TOKENS else math.inf

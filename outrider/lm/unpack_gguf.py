@@ -55,8 +55,8 @@ def write_checkpoint(file: Path, directory: Path) -> None:
     """Write model, tokenizer and chat template of a GGUF file to a new directory.
 
     If all matrices of the file have one float type, all weights get this type, otherwise bfloat16.
-    Raises OutriderError(INVALID_VALUE) for a file that lacks weights of its model, and the errors
-    of `transformers`.
+    Raises OutriderError(INVALID_VALUE) for a file that lacks weights of its model. Errors of
+    `transformers` pass unchanged.
     """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -98,7 +98,7 @@ def _float_dtype(file: Path) -> Any:
 
 
 def join_shards(shards: Sequence[Path], file: Path) -> None:
-    """Write one GGUF file with the fields of the first shard and the tensors of all."""
+    """Write one GGUF file with the fields of the first shard and the tensors of all shards."""
     from gguf import GGUFReader, GGUFValueType, GGUFWriter
 
     readers = [GGUFReader(shard) for shard in shards]

@@ -1,8 +1,8 @@
-"""A fingerprint of a checkpoint: equal for the same tensors, however they are divided into files.
+"""A checkpoint's fingerprint: equal for equal config and tensors, whatever files these are in.
 
-Reads only samples of each tensor, so it takes seconds for hundreds of gigabytes. The fingerprint
-distinguishes checkpoints that were trained further or quantised, but not checkpoints that somebody
-made to look alike.
+Reads only samples of each tensor, so it takes seconds for hundreds of gigabytes. A checkpoint that
+was trained further or quantised gets another fingerprint. But the fingerprint does not tell apart
+checkpoints that somebody made to look alike.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _SAMPLES = 16
 _SAMPLE_BYTES = 256
-# Keys of a checkpoint's config about its origin; they change no forward.
+# Keys of a checkpoint's config that tell its origin or the type to compute in. `ModelInfo` has this
+# type beside the weights' fingerprint.
 _ORIGIN = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
 
 
 def weights_fingerprint(model: str) -> str:
-    """Return a SHA-256 (hex) over the config and each tensor's name, type, shape and samples.
+    """Return a SHA-256 (hex) over `_config` and each tensor's name, type, shape and samples.
 
     `model` is a directory or a hub id. A model whose tensors are not found in safetensors has a
     random fingerprint, which equals no other fingerprint. Raises OutriderError(MODEL_NOT_FOUND) if
@@ -57,7 +58,7 @@ def _files(model: str) -> list[Path]:
 
 
 def _config(model: str) -> bytes:
-    """Return the config without the keys that only tell its origin."""
+    """Return the config without the keys in `_ORIGIN`."""
     path = model_file(model, "config.json")
     values = {} if path is None else json.loads(path.read_text())
     kept = {key: value for key, value in values.items() if key not in _ORIGIN}

@@ -14,16 +14,16 @@ from typing import NoReturn
 
 
 def _set_defaults() -> None:
-    # An idle OpenMP worker spins for some 16 ms before it sleeps. But between two forwards, the
-    # verifier, the drafters and the gateway need the worker's core. 20,000 spins take 1 ms, longer
-    # than the gap between two loops of one forward.
+    # An idle OpenMP worker spins by default for some 16 ms before it sleeps. But between two
+    # forwards, the verifier, the drafters and the gateway need the worker's core. 20,000 spins take
+    # 1 ms, which is longer than the gap between two loops of one forward.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "20000")
     # gRPC's fork handlers serve children that go on using gRPC. Outrider's children are always
     # other programs. With the handlers, a child that was forked while other threads were inside
     # gRPC sometimes crashed before it could start its program.
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
-    # gRPC's core writes each failed handshake to standard error, in a format of its own.
+    # By default, gRPC's core writes each failed handshake to standard error, in its own format.
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     # Torch allocates weights and caches in huge pages. With small pages, a CPU that reads a whole
     # model for each token spends much of its time in address translation.

@@ -42,7 +42,7 @@ def watch(
 
 
 async def until_first_end(*works: Awaitable[None]) -> None:
-    """Run all `works` at once until the first of them ends, then cancel the rest.
+    """Run all `works` at once until the first of them ends, then cancel the others.
 
     Raises what the ended work raised.
     """
@@ -59,10 +59,11 @@ async def until_first_end(*works: Awaitable[None]) -> None:
 def keep_running(
     work: Callable[[], Awaitable[None]], name: str, backoff_s: tuple[float, float] = _BACKOFF_S
 ) -> asyncio.Task[None]:
-    """Start a task that calls `work` until it returns; log each exception and call it again.
+    """Start a task that calls `work`, and calls it again whenever it raises an exception.
 
-    The delay before the next call doubles from the first to the second of `backoff_s`, and is reset
-    after a minute without an exception.
+    The task logs each exception, and ends when `work` returns. The delay before the next call
+    doubles from the first to the second of `backoff_s`, and is reset if a call has run for a
+    minute.
     """
 
     async def run() -> None:

@@ -106,7 +106,7 @@ def check_name(field: str, name: str, empty: bool = False, longest: int = MAX_NA
 
 
 def check_logprobs(field: str, count: int | None) -> None:
-    """Check how many of the likeliest tokens a request asks for; None asks for nothing."""
+    """Check the number of likeliest tokens that a request asks for; None asks for nothing."""
     if count is not None and not 0 <= count <= MAX_TOP_LOGPROBS:
         raise invalid(field, f"must be in [0, {MAX_TOP_LOGPROBS}], not {count}")
 

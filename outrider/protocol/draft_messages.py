@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 FeatureRows: TypeAlias = "bytes | SharedRows"
 """Features of consecutive tokens, see `Features`."""
 FINAL_STATE = -1
-"""Stands among layers for the state after the final norm, from which the logits are computed."""
+"""In a list of layers: the state after the final norm, from which the logits are computed."""
 
 
 class FeatureDtype(IntEnum):
@@ -120,8 +120,8 @@ class Opened:
     """A message with which the verifier opens a sequence at a drafter.
 
     `token_ids` are the committed tokens; the first `prompt_length` of them are the prompt. The next
-    step can use `draft_tokens` guesses in a row; for a tree, `tree_tokens` guesses in all are worth
-    sending.
+    step can use `draft_tokens` guesses in a row. If it verifies a tree, `tree_tokens` guesses in
+    all are worth sending.
     """
 
     sequence_id: int
@@ -160,7 +160,7 @@ class Proposal:
 
 @dataclass(frozen=True, slots=True)
 class Skip:
-    """A message that no more drafts after `base_length` tokens come before the next verdict."""
+    """Says that no more drafts after `base_length` tokens come before the next verdict."""
 
     sequence_id: int
     base_length: int
@@ -168,9 +168,9 @@ class Skip:
 
 @dataclass(slots=True)
 class Verdict:
-    """A message that `new_token_ids` were committed, which makes `committed_length` tokens in all.
+    """Says that `new_token_ids` were committed, which makes `committed_length` tokens in all.
 
-    `matched_token_count` is the number of this drafter's tokens that the last commit matched. A
+    `matched_token_count` is the number of this drafter's guesses that the last commit confirmed. A
     `window` of None leaves the window as it is. `draft_tokens` and `tree_tokens` are as in Opened.
     """
 
@@ -199,7 +199,7 @@ class Features:
 
 @dataclass(frozen=True, slots=True)
 class Closed:
-    """A message that the sequence has ended for this drafter."""
+    """Says that the sequence has ended for this drafter."""
 
     sequence_id: int
 

@@ -49,7 +49,7 @@ class DraftTokensPolicy:
         raise invalid("draft_tokens", message)
 
     def limit(self, batch: int) -> int:
-        """Return the maximum number of draft tokens per sequence in a batch of `batch` sequences.
+        """Return the maximum number of draft tokens of a sequence in a batch of `batch` sequences.
 
         Prompts do not count towards the batch, because they come and go.
         """

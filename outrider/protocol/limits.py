@@ -44,8 +44,8 @@ MAX_MARK_CHARACTERS = 256
 MAX_RELAXED_TOP_K = 64
 MAX_GATHERED_TOKENS = 4096
 """The maximum number of tokens that the verifier gathers for one chunk."""
-# Below this temperature sampling is greedy, as in vLLM: logits divided by a smaller number overflow
-# float32, and the argmax has all the probability.
+# Below this temperature sampling is greedy, as in vLLM: logits divided by a smaller temperature
+# overflow float32, and the argmax has all the probability.
 MIN_TEMPERATURE = 1e-5
 
 # Drafts.
@@ -55,14 +55,14 @@ MAX_FAMILY_LENGTH = 64
 MAX_DISTRIBUTION_ENTRIES = 256
 MAX_BATCH_ENTRIES = 4096
 MAX_BATCH_TOKENS = 16384
-"""The maximum number of tokens of a drafter's message: all draft tokens of 256 sequences."""
+"""The maximum number of tokens of a drafter's message: MAX_DRAFT_TOKENS for 256 sequences."""
 MAX_PROPOSAL_TOKENS = 1024
 MAX_WINDOW_DEPTH = 128
 MAX_WINDOW_TOKENS = 4096
 MAX_AUX_LAYERS = 16
 # The verifier caps the drafting time that a drafter reports.
 MAX_DRAFT_SECONDS = 60.0
-# Float32 probabilities of a distribution may sum to 1 ± this.
+# The float32 probabilities of a distribution may sum to 1 ± this tolerance.
 SUM_TOLERANCE = 1e-3
 
 # Placements. Linux numbers at most 8192 logical processors and 1024 NUMA nodes.

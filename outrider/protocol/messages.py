@@ -1,9 +1,9 @@
 """The protos' messages as plain data, without protobuf, grpc or torch.
 
 `protocol.wire` checks every object that it makes: ids, counts and numbers are in the ranges that
-the protos state. Nothing changes a message after its creation, but classes that each step creates
-for every sequence are not frozen, because creating a frozen object takes four times as long. Enums
-have the protos' values.
+the protos state. Only `SpeculationStats` changes after its creation, since it goes on counting. But
+classes that each step creates for every sequence are not frozen, because creating a frozen object
+takes four times as long. Enums have the protos' values.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from outrider.protocol.limits import MAX_DRAFT_TOKENS, MAX_RELAXED_TOP_K, MIN_TE
 
 
 class DraftDistribution(IntEnum):
-    """The kind of distribution that comes with proposals. It decides the acceptance rule."""
+    """The kind of distribution that comes with proposals. The acceptance rule depends on it."""
 
     ONE_HOT = 1
     SPARSE = 2
@@ -218,7 +218,7 @@ class TokenRequest:
 
 @dataclass(frozen=True, slots=True)
 class SpeculationPause:
-    """The explanation why most steps of a sequence verified no draft.
+    """The reason why at least half of a sequence's steps verified no draft, with measured times.
 
     `step_count` counts those steps, and `reason` is their most frequent reason. `forward_s` are the
     seconds of a step without drafts, `draft_s` the seconds from a verdict to the quickest drafter's
@@ -235,8 +235,9 @@ class SpeculationPause:
 class SpeculationStats:
     """Counts of speculation for one sequence, in vLLM's definitions.
 
-    `histogram[i]` counts the verifying steps that accepted i tokens. `rules` lists the acceptance
-    rules that were used, without repetition. `paused` is None if most steps verified a draft.
+    `histogram[i]` counts the verifying steps that accepted i tokens. `rules` lists each acceptance
+    rule that was used, once. `paused` is set if at least half of the steps that could have verified
+    a draft had none, although the request may speculate.
     """
 
     forward_count: int = 0
@@ -280,10 +281,10 @@ class TokenLogprob:
 class TokenChunk:
     """Tokens that one or several engine steps committed for one sequence.
 
-    `draft_token_count` is the number of draft tokens verified, `side_draft_token_count` the number
-    of those that lie beside the main path. The last chunk has a finish reason and statistics.
-    `prompt_logprobs` begin with the prompt's second token, and each chunk continues the log
-    probabilities of the chunk before.
+    `draft_token_count` is the number of draft tokens that these steps verified, and
+    `side_draft_token_count` the number of those draft tokens that lie beside the main path. The
+    last chunk has a finish reason and statistics. `prompt_logprobs` of the first chunk begin with
+    the prompt's second token, and each later chunk continues where the chunk before it ended.
     """
 
     token_ids: list[int]

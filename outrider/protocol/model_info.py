@@ -9,7 +9,7 @@ from enum import Enum
 
 
 class Stage(Enum):
-    """The stage of a verifier's start or end. FAILED may come from other verifiers than ours."""
+    """The stage of a verifier's start or end. Outrider's own verifier never sends FAILED."""
 
     LOADING = 1
     WARMING_UP = 2
@@ -77,12 +77,13 @@ class Load:
     def places(self) -> int:
         """The number of sequences that can run at once.
 
-        If long sequences fill the cache before the batch is full, others wait, and no more can run.
+        If long sequences fill the cache before the batch is full, further sequences wait, and no
+        more can run.
         """
         return self.running if self.waiting and self.running else self.max_running
 
     def beside(self, own: int) -> int:
-        """Return how many sequences belong to other callers if `own` belong to the caller."""
+        """Return how many sequences are of other callers if `own` of them are the caller's."""
         return max(0, self.running + self.waiting - own)
 
     def wait_s(self) -> float:

@@ -1,4 +1,4 @@
-"""Kinds of requests that an engine cannot serve: GetModel names them, and gateways refuse them.
+"""Kinds of requests that an engine cannot serve. GetModel names them, and gateways refuse them.
 
 The verifier checks requests too, because callers other than gateways may send them unchecked.
 """
@@ -14,7 +14,7 @@ from outrider.protocol.messages import Acceptance, TokenRequest
 
 
 class _Refusal(NamedTuple):
-    """The field that the error names, and the reason; `asks` is true for a request to refuse."""
+    """The field that the error names, and the reason; `asks` tells whether to refuse a request."""
 
     field: str
     reason: str

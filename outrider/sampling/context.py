@@ -22,7 +22,7 @@ class Context:
     `parents` the path is the first i tokens of `drafted`; otherwise see `protocol.token_tree`.
     `tokens` are committed, and the first `prompt_length` of them are the prompt. `end_ids` end the
     sequence. `mask` is a bitmask of the tokens that the grammar allows, lowest bit first, int32
-    [len(drafted) + 1, ceil(V / 32)]; None for no grammar.
+    [len(drafted) + 1, ceil(V / 32)]; None without a grammar.
     """
 
     sampling: SamplingParams

@@ -23,8 +23,8 @@ from outrider.sampling.tensors import Staged, Staging
 def adjust(logits_RV: torch.Tensor, contexts: Sequence[Context]) -> torch.Tensor:
     """Apply each row's settings and mask to logits [R, V].
 
-    `contexts` has the context of each sequence, in the order of the rows. This is
-    `Adjustments.apply` for sequences that are seen once.
+    `contexts` has the context of each sequence, in the order of the rows. This does what
+    `Adjustments.apply` does, but keeps no token counts for a later call.
     """
     if all(context.plain for context in contexts):
         return logits_RV

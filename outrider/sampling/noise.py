@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 
 class Purpose(IntEnum):
-    """The use of a random number. Each purpose is an independent stream."""
+    """The use of a random number. Each purpose has an independent stream of numbers."""
 
     DRAFT = 0
     ACCEPT = 1
@@ -81,7 +81,7 @@ def uniforms(
 
 
 def coupled_keys(seeds: npt.ArrayLike, positions: npt.ArrayLike) -> npt.NDArray[np.int64]:
-    """Return SplitMix64 seeds of the coupled noise for each (seed, position), int64 [N]."""
+    """Return SplitMix64's seed for the coupled noise of each (seed, position), int64 [N]."""
     words = _words(seeds, positions, Purpose.COUPLED)
     keys: npt.NDArray[np.int64] = (words[0] | words[1] << _32).view(np.int64)
     return keys

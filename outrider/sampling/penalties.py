@@ -16,7 +16,8 @@ import torch
 from outrider.sampling.context import Context
 from outrider.sampling.tensors import Staged, Staging, triton_works
 
-# A token of the prompt sets the lowest bit of its count; the other bits count the output.
+# If the prompt has a token, the lowest bit of the token's count is set; the other bits count the
+# token in the output.
 _IN_PROMPT = 1
 _IN_OUTPUT = 2
 
@@ -48,10 +49,11 @@ class _Change:
 class TokenCounts:
     """A table on the device that counts each token in some sequences, with a row for each sequence.
 
-    A sequence is recognised by the identity of its list of tokens, which may only grow; a list that
-    became shorter is counted anew. The table has at most twice as many rows as the largest batch
-    had sequences. In a full table the least recently used sequence loses its row. Such a sequence
-    is counted anew when it comes back, for example after a preemption.
+    A sequence is recognised by the identity of its list of tokens and by the prompt's length. The
+    list should only grow; a list that became shorter is counted anew. The table keeps at most twice
+    as many sequences as the largest batch had. In a full table the least recently used sequence
+    loses its row. Such a sequence is counted anew when it comes back, for example after a
+    preemption.
     """
 
     def __init__(self) -> None:
@@ -189,6 +191,6 @@ class Penalties:
 
 
 def _add_at(counts_RV: torch.Tensor, rows: Staged, tokens: Staged, amounts: torch.Tensor) -> None:
-    """Add amounts to the counts of tokens in some rows. A pair of row and token may repeat."""
+    """Add amounts to the counts of tokens in some rows. A pair of row and token may recur."""
     at = torch.add(tokens.tensor, rows.tensor, alpha=counts_RV.shape[-1])
     counts_RV.view(-1).index_add_(0, at, amounts)

@@ -2,8 +2,8 @@
 
 Every random number is a pure function of (seed, position, purpose) and, for draft tokens and
 acceptance coins, of a step number. Batch composition, preemption and the order of requests
-therefore change nothing, and no two purposes share noise. The reason for the step number: an
-acceptance rule may look at all tokens and coins of a draft, so the random numbers of a rejected
+therefore change no random number, and no two purposes share noise. The reason for the step number:
+an acceptance rule may look at all tokens and coins of a draft, so the random numbers of a rejected
 draft must not be used again. docs/protocol.md specifies the noise for other languages.
 """
 
@@ -25,8 +25,8 @@ _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 _MIX = (0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64)
 # The number of random numbers computed at once; it bounds the memory for a large vocabulary.
 _NOISE_BLOCK = 2**24
-# Truncation first looks at this many tokens of a row, and sorts the whole row only if they do not
-# suffice. The nucleus of a peaked row has a few dozen tokens.
+# Truncation first looks at `_CANDIDATES` tokens of a row, and sorts the whole row only if they do
+# not suffice. The nucleus of a peaked row has a few dozen tokens.
 _CANDIDATES = 1024
 
 
@@ -35,9 +35,9 @@ def coupled_exponentials(keys_R: torch.Tensor, vocab_size: int) -> torch.Tensor:
 
     Minus their logarithm is Gumbel noise. u comes from output number `token` of SplitMix64 seeded
     with the row's key (Steele, Lea and Flood, "Fast splittable pseudorandom number generators",
-    OOPSLA 2014): its top 52 bits plus a half, times 2^-52. Float64 holds this exactly, and it lies
-    in [2^-53, 1 - 2^-53], so every number is positive and finite. With 53 bits the largest u would
-    round to 1.
+    OOPSLA 2014): its top 52 bits plus a half, times 2^-52. Float64 holds u exactly, and u lies in
+    [2^-53, 1 - 2^-53], so every exponential number is positive and finite. With 53 random bits the
+    largest u would round to 1.
     """
     steps_V = torch.arange(1, vocab_size + 1, device=keys_R.device).mul_(_GOLDEN)
     state = steps_V + keys_R.unsqueeze(-1)
@@ -77,8 +77,8 @@ def coupled_top(
 
     Tokens are int64 [R, K], and shares float64 [R, K]. K is `count`, or V if that is less. A
     token's share is its part of the sum of probability / exponential over all tokens: the softmax
-    of the perturbed logits. The share estimates how probably another party with these keys and
-    similar probabilities draws the token.
+    of the perturbed logits. The share estimates the probability that another party with these keys
+    and similar probabilities draws the token.
     """
     size = probs_RV.shape[-1]
     tokens, shares = [], []
@@ -140,10 +140,11 @@ class TargetProbs:
         step runs only for rows that use it.
 
         Top-p and typical-p look at only `_CANDIDATES` tokens of a row. `whole` maps a step's number
-        to the rows, counted within the step, of which it looks at all tokens. The second result
-        maps the number of each of these two steps to a bool for each of its rows: True if the
-        candidates sufficed. If they did not suffice for a row outside `whole`, the probabilities
-        are wrong, so the caller calls again with the rows that `note_short` adds to `whole`.
+        to the rows, counted within the step, of which the step looks at all tokens. The second
+        result maps the number of each of these two steps to a bool for each of its rows: True if
+        the candidates sufficed. If they did not suffice for a row outside `whole`, the
+        probabilities are wrong, so the caller calls again with the rows that `note_short` adds to
+        `whole`.
         """
         if self._temperatures is not None:
             logits_RV = logits_RV / self._temperatures.tensor
@@ -179,7 +180,7 @@ each row. Also returns whether this number sufficed, bool [R]."""
 
 @dataclass(frozen=True, slots=True)
 class _Candidates:
-    """A truncation that looks at `_CANDIDATES` tokens of most rows, and at all tokens of others."""
+    """A truncation that looks at `_CANDIDATES` tokens of most rows, and at all tokens of a few."""
 
     keep: _Keep
 
@@ -188,7 +189,7 @@ class _Candidates:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return truncated logits, and whether each row's candidates sufficed.
 
-        The second result is None if the candidates are all tokens.
+        The second result is None if the vocabulary has at most `_CANDIDATES` tokens.
         """
         size = logits_RV.shape[-1]
         if size <= _CANDIDATES:
@@ -270,9 +271,9 @@ def _nucleus(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return logits [R, V] with -inf outside of the nucleus.
 
-    The nucleus has the likeliest tokens up to a mass (Holtzman et al., arXiv 1904.09751); it is
-    looked for among the `count` likeliest tokens. If tokens tie at its edge, the lowest ids stay.
-    Also returns whether `count` tokens were enough, bool [R].
+    The nucleus has the likeliest tokens up to a probability mass (Holtzman et al., arXiv
+    1904.09751); it is looked for among the `count` likeliest tokens. If tokens tie at its edge, the
+    lowest ids stay. Also returns whether `count` tokens were enough, bool [R].
     """
     ordered, ids = _likeliest(logits_RV, count)
     probs = logits_RV.softmax(-1).gather(-1, ids)

@@ -1,4 +1,4 @@
-"""Moves numbers to a device and back, and tells whether Triton kernels run on it."""
+"""Moves numbers to a device and back, and tells whether Triton kernels run on the device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 log = logging.getLogger(__name__)
 
-# Each array in a block is aligned to this many bytes; no array's elements are larger.
+# Each array in a block is aligned to `_ALIGNMENT` bytes; no array's elements are larger.
 _ALIGNMENT = 16
 
 
@@ -24,7 +24,7 @@ def on(
 ) -> torch.Tensor:
     """Return a tensor on the device, of `dtype` or the numbers' type (float32 for an empty list).
 
-    The copy does not wait for the device's queue, as a plain copy would.
+    A plain copy would wait for the device's queue; this copy does not wait.
     """
     return torch.as_tensor(numbers, dtype=dtype).to(device, non_blocking=True)
 

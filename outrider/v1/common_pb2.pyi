@@ -35,8 +35,8 @@ class _AcceptanceEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Acceptance
     finds likely enough.
     """
     ACCEPTANCE_RELAXED: _Acceptance.ValueType  # 3
-    """Lossy: in the thinking phase the verifier also accepts draft tokens among the target's
-    likeliest few.
+    """Lossy: in the thinking phase the verifier also accepts a draft token that is one of the few
+    tokens that the target finds likeliest.
     """
 
 class Acceptance(_Acceptance, metaclass=_AcceptanceEnumTypeWrapper):
@@ -51,8 +51,8 @@ ACCEPTANCE_TYPICAL: Acceptance.ValueType  # 2
 finds likely enough.
 """
 ACCEPTANCE_RELAXED: Acceptance.ValueType  # 3
-"""Lossy: in the thinking phase the verifier also accepts draft tokens among the target's
-likeliest few.
+"""Lossy: in the thinking phase the verifier also accepts a draft token that is one of the few
+tokens that the target finds likeliest.
 """
 Global___Acceptance: _TypeAlias = Acceptance  # noqa: Y015
 
@@ -179,7 +179,7 @@ class _PauseReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_PauseReas
     drafters are full, or they require a grammar and the request has no grammar.
     """
     PAUSE_REASON_TOO_SLOW: _PauseReason.ValueType  # 2
-    """Drafts would cost more time than the tokens that they save."""
+    """Drafts would cost more time than they save."""
     PAUSE_REASON_LOW_ACCEPTANCE: _PauseReason.ValueType  # 3
     """Drafts pay for other sequences, but too few draft tokens of this sequence are accepted."""
     PAUSE_REASON_NO_GUESS: _PauseReason.ValueType  # 4
@@ -199,7 +199,7 @@ PAUSE_REASON_NO_DRAFTER: PauseReason.ValueType  # 1
 drafters are full, or they require a grammar and the request has no grammar.
 """
 PAUSE_REASON_TOO_SLOW: PauseReason.ValueType  # 2
-"""Drafts would cost more time than the tokens that they save."""
+"""Drafts would cost more time than they save."""
 PAUSE_REASON_LOW_ACCEPTANCE: PauseReason.ValueType  # 3
 """Drafts pay for other sequences, but too few draft tokens of this sequence are accepted."""
 PAUSE_REASON_NO_GUESS: PauseReason.ValueType  # 4
@@ -256,16 +256,20 @@ class SamplingParams(_message.Message):
     top_k: _builtins.int
     """Keep the k likeliest tokens; 0 keeps all. Range [0, vocabulary size]."""
     top_p: _builtins.float
-    """Keep the smallest set of likeliest tokens with this mass. Range (0, 1]; unset means 1."""
+    """Keep the smallest set of likeliest tokens with at least this probability mass. Range (0, 1];
+    unset means 1.
+    """
     seed: _builtins.int
     """Makes the output reproducible: the same seed gives the same tokens with any drafters, and
     without drafters. Unset: the verifier draws a seed.
     """
     min_p: _builtins.float
-    """Drop tokens less likely than min_p times the likeliest; 0 is off. Range [0, 1]."""
+    """Drop tokens whose probability is below min_p times the likeliest token's probability; 0 is off.
+    Range [0, 1].
+    """
     typical_p: _builtins.float
     """Locally typical sampling: keep the tokens whose surprise is closest to the entropy, up to this
-    mass. Range (0, 1]; unset means 1.
+    probability mass. Range (0, 1]; unset means 1.
     """
     repetition_penalty: _builtins.float
     """Divides positive logits and multiplies negative ones, for every token that occurs in prompt or
@@ -276,14 +280,18 @@ class SamplingParams(_message.Message):
     frequency_penalty: _builtins.float
     """Subtracted from a token's logit once for each occurrence in the output. Range [-2, 2]."""
     min_tokens: _builtins.int
-    """The output has no end-of-sequence or stop token before this many tokens. Range [0, max_tokens]."""
+    """The output has no end-of-sequence or stop token among its first min_tokens tokens. Range [0,
+    max_tokens].
+    """
     @_builtins.property
     def logit_bias(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]:
-        """Added to tokens' logits: at most 1024 ids in [0, vocabulary size), values in [-100, 100]."""
+        """Maps token ids to numbers that are added to their logits: at most 1024 ids in [0, vocabulary
+        size), numbers in [-100, 100].
+        """
 
     @_builtins.property
     def banned_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Never generated; at most 1024 ids in [0, vocabulary size)."""
+        """Tokens that are never generated; at most 1024 ids in [0, vocabulary size)."""
 
     def __init__(
         self,
@@ -359,8 +367,8 @@ class Grammar(_message.Message):
 
     @_builtins.property
     def thought(self) -> Global___FreeThought:
-        """A thought before the answer, which the grammar does not bind; unset for none. A gateway sets it
-        for a conversation with a model that marks its thoughts.
+        """A thought before the answer; unset for none. The grammar does not bind the thought. A gateway
+        sets it for a conversation with a model that marks its thoughts.
         """
 
     def __init__(
@@ -386,8 +394,8 @@ Global___Grammar: _TypeAlias = Grammar  # noqa: Y015
 
 @_typing.final
 class FreeThought(_message.Message):
-    """A thought that no grammar binds, and the text between it and the answer. Each text has at most
-    256 characters, and may be written by special tokens of that name.
+    """A thought that no grammar binds, and the text between it and the answer. Each of these three
+    texts has at most 256 characters. The model may write it with the special tokens of that name.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -396,7 +404,9 @@ class FreeThought(_message.Message):
     END_FIELD_NUMBER: _builtins.int
     AFTER_FIELD_NUMBER: _builtins.int
     begin: _builtins.str
-    """Begins the thought, which the output may leave out. Empty for a thought that the prompt begins."""
+    """Begins the thought; the output may leave out the whole thought. Empty for a thought that the
+    prompt begins.
+    """
     end: _builtins.str
     """Ends the thought where it first occurs. Never empty."""
     after: _builtins.str
@@ -470,7 +480,9 @@ class TokenLogprob(_message.Message):
     logprob: _builtins.float
     """The logarithm for the token itself."""
     rank: _builtins.int
-    """Number of tokens at least as likely as this token, itself included: 1 for the likeliest."""
+    """Number of tokens that are at least as likely as this token, itself included: 1 for the
+    likeliest.
+    """
     @_builtins.property
     def top_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The likeliest tokens, best first."""
@@ -511,7 +523,7 @@ class SpeculationOptions(_message.Message):
     RELAXED_DELTA_FIELD_NUMBER: _builtins.int
     ALWAYS_DRAFT_FIELD_NUMBER: _builtins.int
     enabled: _builtins.bool
-    """False decodes plainly; unset means true."""
+    """False: decode plainly, without drafts. Unset means true."""
     drafter_id: _builtins.str
     """Only the drafter with this id may draft, such as "model-1"; 1 to 128 printable characters."""
     drafter_family: _builtins.str
@@ -538,9 +550,9 @@ class SpeculationOptions(_message.Message):
     """
     always_draft: _builtins.bool
     """Uses drafts even where plain decoding is faster, and waits up to 50 ms for drafts in each step.
-    It takes effect only while every sequence of the batch belongs to requests of one tenant that
-    set this field. In any other batch, drafts are used where they pay, so that no other request is
-    slowed down.
+    The field takes effect only while the requests of all sequences of the batch belong to one
+    tenant and set this field. In any other batch, drafts are used where they pay, so that no other
+    request is slowed down.
     """
     def __init__(
         self,
@@ -609,14 +621,14 @@ class SpeculationStats(_message.Message):
     accepted_token_count: _builtins.int
     """Draft tokens accepted."""
     max_draft_tokens: _builtins.int
-    """Most draft tokens that a step of this sequence could verify."""
+    """The largest number of draft tokens that a step of this sequence could verify."""
     @_builtins.property
     def acceptance_histogram(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """acceptance_histogram[i] is the number of verifying steps that accepted exactly i draft tokens."""
 
     @_builtins.property
     def rules(self) -> _containers.RepeatedScalarFieldContainer[Global___AcceptanceRule.ValueType]:
-        """The rules by which its drafts were verified, without repetition; empty without a draft."""
+        """The rules by which its drafts were verified, each listed once; empty without a draft."""
 
     @_builtins.property
     def paused(self) -> Global___SpeculationPause:
@@ -647,7 +659,9 @@ Global___SpeculationStats: _TypeAlias = SpeculationStats  # noqa: Y015
 
 @_typing.final
 class SpeculationPause(_message.Message):
-    """Why most steps of a sequence verified no draft, with the times that decide whether drafts pay."""
+    """Why at least half of a sequence's steps verified no draft, with the times that decide whether
+    drafts pay.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -713,7 +727,7 @@ class Placement(_message.Message):
     gpu_uuid: _builtins.str
     """The GPU's UUID as NVIDIA's driver reports it, such as "GPU-8d3f...". It names the same card in
     every process and container, and is empty on other devices. A drafter on the target's own GPU
-    drafts only while the target waits for it.
+    drafts only while the target waits for the draft.
     """
     @_builtins.property
     def cores(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:

@@ -133,7 +133,9 @@ class _CloseReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_CloseReas
     CLOSE_REASON_UNSPECIFIED: _CloseReason.ValueType  # 0
     """Never sent."""
     CLOSE_REASON_ENDED: _CloseReason.ValueType  # 1
-    """The sequence ended, or its client went away."""
+    """The sequence ended or was paused, its client went away, or other drafters took this drafter's
+    place.
+    """
 
 class CloseReason(_CloseReason, metaclass=_CloseReasonEnumTypeWrapper):
     """Why a sequence was closed to a drafter. A drafter takes an unknown value as ENDED."""
@@ -141,7 +143,9 @@ class CloseReason(_CloseReason, metaclass=_CloseReasonEnumTypeWrapper):
 CLOSE_REASON_UNSPECIFIED: CloseReason.ValueType  # 0
 """Never sent."""
 CLOSE_REASON_ENDED: CloseReason.ValueType  # 1
-"""The sequence ended, or its client went away."""
+"""The sequence ended or was paused, its client went away, or other drafters took this drafter's
+place.
+"""
 Global___CloseReason: _TypeAlias = CloseReason  # noqa: Y015
 
 @_typing.final
@@ -223,14 +227,15 @@ class Hello(_message.Message):
     ends with FAILED_PRECONDITION.
     """
     max_draft_tokens: _builtins.int
-    """Longest chain of draft tokens that it proposes for a step. Range [1, 64]: a step verifies at
-    most 64.
+    """The longest chain of draft tokens that it proposes for a step. Range [1, 64]: a step verifies
+    at most 64 draft tokens of a sequence.
     """
     max_sequence_count: _builtins.int
     """The largest number of sequences that it accepts at once. At least 1; unset means no limit."""
     requires_grammar: _builtins.bool
-    """Whether it drafts only for sequences with a grammar. The verifier opens no other sequences to
-    it. A verifier that does not know this field opens other sequences too; answer them with Skips.
+    """Whether it drafts only for sequences with a grammar. If so, the verifier opens no other
+    sequences to it. A verifier that does not know this field opens other sequences all the same;
+    answer them with Skips.
     """
     weights_version: _builtins.str
     """The version of the weights with which it drafts, for metrics; at most 128 printable characters,
@@ -326,8 +331,8 @@ Global___Welcome: _TypeAlias = Welcome  # noqa: Y015
 
 @_typing.final
 class Window(_message.Message):
-    """How far a drafter may run ahead of the last committed token. The verifier cuts off further
-    guesses.
+    """How far a drafter may run ahead of the last committed token. The verifier cuts off guesses beyond
+    these limits.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -335,9 +340,11 @@ class Window(_message.Message):
     TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     DEPTH_FIELD_NUMBER: _builtins.int
     token_count: _builtins.int
-    """Most guesses after the last committed token, all branches together. Range [1, 4096]."""
+    """The largest number of guesses after the last committed token, in all branches together. Range
+    [1, 4096].
+    """
     depth: _builtins.int
-    """Most guesses of one branch, one after the other. Range [1, 128]."""
+    """The largest number of guesses of one branch, one after the other. Range [1, 128]."""
     def __init__(
         self,
         *,
@@ -373,16 +380,16 @@ class Opened(_message.Message):
     sequence_id: _builtins.int
     """Unique for the verifier's lifetime. In [0, 2^53), so that a double holds it."""
     prompt_token_count: _builtins.int
-    """How many of token_ids are the prompt. Later tokens were generated before this drafter joined."""
+    """How many of token_ids are the prompt. The output begins after these."""
     distribution: Global___DraftDistribution.ValueType
     """ONE_HOT: propose deterministically; the verifier ignores distributions. SPARSE: sample, and
     send the distribution. COUPLED: draw each token with the coupled noise and send only ids;
     sampling.seed is set. A verifier that accepts sampled drafts asks drafters that it does not
-    trust for ONE_HOT, and tells nobody the seed of the noise.
+    trust for ONE_HOT, and tells no drafter the seed of the noise.
     """
     draft_tokens: _builtins.int
     """How many draft tokens in a row the verifier can use next: the tokens that its next step
-    verifies, and the tokens that it commits before an answer arrives. Range [0, window.depth].
+    verifies, plus the tokens that it commits before an answer arrives. Range [0, window.depth].
     """
     tenant: _builtins.str
     """The tenant, an opaque name. A private pool holds the texts of one tenant. Empty is the default
@@ -397,7 +404,9 @@ class Opened(_message.Message):
     """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Every committed token: the prompt, and what was generated before this drafter joined."""
+        """Every committed token: the prompt, and the output before the sequence was opened to this
+        drafter.
+        """
 
     @_builtins.property
     def sampling(self) -> _common_pb2.SamplingParams:
@@ -409,8 +418,8 @@ class Opened(_message.Message):
 
     @_builtins.property
     def grammar(self) -> _common_pb2.Grammar:
-        """A constraint on the output. The verifier cuts a proposal off where it breaks the constraint. A
-        drafter ignores a kind of grammar that it does not know.
+        """A constraint on the output. The verifier cuts a proposal off where the proposal breaks the
+        constraint. A drafter ignores a kind of grammar that it does not know.
         """
 
     @_builtins.property
@@ -495,8 +504,9 @@ class Proposal(_message.Message):
     sequence_id: _builtins.int
     """From Opened. An id that was not yet opened to the drafter is a violation."""
     base_length: _builtins.int
-    """The number of committed tokens before the guesses: at least the number of Opened.token_ids, at
-    most the number of tokens committed so far. Any other length is a violation.
+    """The number of committed tokens before the guesses. It is at least the number of
+    Opened.token_ids, and no more than the number of tokens committed so far. Any other length is a
+    violation.
     """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -506,15 +516,17 @@ class Proposal(_message.Message):
     def parents(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Empty for a chain, in which each token follows the previous token. For a tree, each token's
         parent: 0 is the base, and j is token_ids[j - 1]. A parent must come before its child. If a
-        drafter counts tokens from 0 instead, its parents are in range too, but its guesses are wrong.
+        drafter numbers the tokens from 0 instead, its parents are in range too, but its branches are
+        wrong.
         """
 
     @_builtins.property
     def distributions(self) -> _containers.RepeatedCompositeFieldContainer[Global___SparseDistribution]:
         """Empty, or for each token the distribution that it was really sampled from. Never drop a token
-        because of its own probability: that would bias the output. An entry without ids stands for
-        the distribution that an earlier proposal had for the same token after the same prefix. If no
-        earlier proposal had one, the token counts as one-hot, and so does every path through it.
+        because of its own probability: that would bias the output. An entry without ids stands for the
+        distribution that an earlier proposal had for the same token after the same prefix. If no
+        earlier proposal had such a distribution, the token counts as one-hot, and so does every path
+        through this token.
         """
 
     @_builtins.property
@@ -552,10 +564,11 @@ Global___Proposal: _TypeAlias = Proposal  # noqa: Y015
 
 @_typing.final
 class Skip(_message.Message):
-    """The drafter has no more guesses after a committed prefix. It sends a Skip if its longest branch
-    is shorter than draft_tokens. After a Skip, the verifier does not wait for this drafter until the
-    next verdict. Without a Skip, the verifier waits as long as waiting pays, at most 1 s. Guesses
-    that follow a Skip are used if they come in time.
+    """The drafter has no more guesses after a committed prefix. It sends a Skip if its main path, the
+    guess that it sent first at each place, is shorter than draft_tokens. After a Skip, the verifier
+    does not wait for this drafter until the next verdict. Without a Skip, the verifier waits for as
+    long as waiting pays, but never more than 1 s. Guesses that follow a Skip are used if they come
+    in time.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -606,7 +619,7 @@ class Verdict(_message.Message):
     """
     draft_tokens: _builtins.int
     """How many draft tokens in a row the verifier can use next: the tokens that its next step
-    verifies, and the tokens that it commits before an answer arrives. Range [0, window.depth].
+    verifies, plus the tokens that it commits before an answer arrives. Range [0, window.depth].
     """
     traceparent: _builtins.str
     """W3C trace context of the round; empty when it is not traced."""
@@ -645,8 +658,8 @@ class Features(_message.Message):
     """The features of consecutive tokens of a sequence. Each feature is sent once: while the target
     reads a prompt, or with a verdict. The target has not read the last committed token yet, so that
     token has no feature. A verifier leaves features out if the target took the tokens from its
-    prefix cache, if the tokens were committed before this drafter joined, or if the drafter reads
-    too slowly. Then first_position shows the gap. A gap costs only guesses.
+    prefix cache, if the target read the tokens before the sequence was opened to this drafter, or if
+    the drafter reads too slowly. Then first_position shows the gap. A gap costs only guesses.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -679,7 +692,7 @@ Global___Features: _TypeAlias = Features  # noqa: Y015
 
 @_typing.final
 class Closed(_message.Message):
-    """The sequence has ended for this drafter, which can free all its state."""
+    """The sequence has ended for this drafter, which can free the sequence's state."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -713,8 +726,8 @@ class DraftBatch(_message.Message):
     SKIPS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def proposals(self) -> _containers.RepeatedCompositeFieldContainer[Global___Proposal]:
-        """Guesses, applied in order. Proposals and skips together are at most 4096 entries, and have at
-        most 16384 tokens.
+        """Guesses, applied in order. Proposals and skips together are at most 4096 entries, and the
+        proposals together have at most 16384 tokens.
         """
 
     @_builtins.property
@@ -788,10 +801,9 @@ class Draining(_message.Message):
     no more sequences to it and ends the stream with OK. A drafter whose stream ends without a
     Draining counts as lost.
 
-    A verifier that leaves sends this, opens no more sequences, lets requests run until
-    grace_duration has passed, and ends the stream with ERROR_REASON_DRAINING. The drafter need not
-    do anything before the stream ends. After that it reconnects, as after any error that allows a
-    retry.
+    A verifier that leaves sends this, opens no more sequences, lets requests run for up to
+    grace_duration, and ends the stream with ERROR_REASON_DRAINING. The drafter need not do anything
+    before the stream ends. After that it reconnects, as after any error that allows a retry.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -802,7 +814,9 @@ class Draining(_message.Message):
     """The reason, as text for a person."""
     @_builtins.property
     def grace_duration(self) -> _duration_pb2.Duration:
-        """From the verifier: how long open sequences may still run. Unset: unknown."""
+        """Set by a verifier: how long open sequences may still run. If it is unset, this time is not
+        known.
+        """
 
     def __init__(
         self,

@@ -3,10 +3,11 @@
 isort:skip_file
 The errors of all services, for callers in any language.
 
-Every error is a google.rpc.Status with a google.rpc.ErrorInfo whose domain is "outrider.dev" and
-whose reason is one of the names below without ERROR_REASON_. A google.rpc.BadRequest names the
-field at fault, if there is one. A google.rpc.RetryInfo tells how long to wait before a retry, if
-the server knows. The OpenAI API has the reason in lower case as `code`.
+Every error of a service is a google.rpc.Status with a google.rpc.ErrorInfo whose domain is
+"outrider.dev" and whose reason is one of the names below without ERROR_REASON_. A
+google.rpc.BadRequest names the field at fault, if there is one. A google.rpc.RetryInfo tells how
+long to wait before a retry, if the server knows. The OpenAI API has the reason in lower case as
+`code`.
 
 Each comment gives the gRPC status, the cause, and the rule for a retry. The rule is also on the
 wire, as the value of "retry" in ErrorInfo.metadata, so a client need not know the reason:
@@ -47,8 +48,8 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     ERROR_REASON_INVALID_VALUE: _ErrorReason.ValueType  # 1
     """INVALID_ARGUMENT. A field is out of its range. Retry: never."""
     ERROR_REASON_UNKNOWN_PARAMETER: _ErrorReason.ValueType  # 2
-    """INVALID_ARGUMENT. The request has a parameter or a field that this version does not know; over
-    gRPC the field at fault is the path of its message and its number. Retry: never.
+    """INVALID_ARGUMENT. The request has a parameter or a field that this version does not know. Over
+    gRPC, the BadRequest names the field by its message's path and its own number. Retry: never.
     """
     ERROR_REASON_UNSUPPORTED_PARAMETER: _ErrorReason.ValueType  # 3
     """INVALID_ARGUMENT. This deployment does not support the parameter. Retry: never."""
@@ -59,7 +60,7 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     ERROR_REASON_MODEL_NOT_FOUND: _ErrorReason.ValueType  # 6
     """NOT_FOUND. No model of this name is served. Retry: never."""
     ERROR_REASON_DRAFTER_NOT_FOUND: _ErrorReason.ValueType  # 7
-    """NOT_FOUND. No drafter and no family of this name has joined. Retry: never."""
+    """NOT_FOUND. No drafter has joined that has this name or family. Retry: never."""
     ERROR_REASON_HOST_NOT_ALLOWED: _ErrorReason.ValueType  # 8
     """PERMISSION_DENIED. HTTP only: the gateway does not serve the Host header's name. Retry: never."""
     ERROR_REASON_ORIGIN_NOT_ALLOWED: _ErrorReason.ValueType  # 9
@@ -77,17 +78,19 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     ERROR_REASON_TOKENIZER_MISMATCH: _ErrorReason.ValueType  # 15
     """FAILED_PRECONDITION. The tokenizers differ; the metadata has both fingerprints. Retry: never."""
     ERROR_REASON_DRAFTER_ID_TAKEN: _ErrorReason.ValueType  # 16
-    """ALREADY_EXISTS. A drafter has this id; a dead host's id is free after 12 s. Retry: backoff."""
+    """ALREADY_EXISTS. Another drafter has this id; a dead host's id is free after 12 s. Retry:
+    backoff.
+    """
     ERROR_REASON_PROTOCOL_VIOLATION: _ErrorReason.ValueType  # 17
     """INVALID_ARGUMENT. The peer sent an invalid message; the stream ends. Retry: backoff."""
     ERROR_REASON_QUARANTINED: _ErrorReason.ValueType  # 18
     """RESOURCE_EXHAUSTED. This drafter broke the protocol 3 times within 30 s. Retry: RetryInfo."""
     ERROR_REASON_SLOW_READER: _ErrorReason.ValueType  # 19
-    """RESOURCE_EXHAUSTED. The drafter did not read its messages, or the client its answer; the stream
-    ends. Retry: backoff.
+    """RESOURCE_EXHAUSTED. The drafter did not read its messages, or the client did not read its
+    answer; the stream ends. Retry: backoff.
     """
     ERROR_REASON_OVERLOADED: _ErrorReason.ValueType  # 20
-    """RESOURCE_EXHAUSTED. There is no room for more. Retry: RetryInfo."""
+    """RESOURCE_EXHAUSTED. There is no room for another request or drafter. Retry: RetryInfo."""
     ERROR_REASON_CLIENT_GONE: _ErrorReason.ValueType  # 21
     """CANCELLED. The client went away. Retry: never."""
     ERROR_REASON_NOT_READY: _ErrorReason.ValueType  # 22
@@ -101,22 +104,24 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     ERROR_REASON_INTERNAL: _ErrorReason.ValueType  # 26
     """INTERNAL. A defect of the server; its log has the details. Retry: backoff."""
     ERROR_REASON_CERTIFICATE_NOT_ALLOWED: _ErrorReason.ValueType  # 27
-    """PERMISSION_DENIED. The role or the name in the caller's certificate forbids it. Retry: never."""
+    """PERMISSION_DENIED. The role or the name in the caller's certificate forbids this call. Retry:
+    never.
+    """
     ERROR_REASON_INVALID_API_KEY: _ErrorReason.ValueType  # 28
     """UNAUTHENTICATED. There is no API key, or it is unknown or expired. Retry: never."""
     ERROR_REASON_INSUFFICIENT_PERMISSIONS: _ErrorReason.ValueType  # 29
     """PERMISSION_DENIED. The API key's role may not call this. Retry: never."""
     ERROR_REASON_RATE_LIMIT_EXCEEDED: _ErrorReason.ValueType  # 30
-    """RESOURCE_EXHAUSTED. The API key has used up one of its limits, or the tenant its time for masks
-    of grammars. Retry: RetryInfo.
+    """RESOURCE_EXHAUSTED. The API key has used up one of its limits, or the tenant has used up its
+    time for masks of grammars. Retry: RetryInfo.
     """
     ERROR_REASON_DEADLINE_EXCEEDED: _ErrorReason.ValueType  # 31
     """DEADLINE_EXCEEDED. The answer was not complete within the request's timeout. Retry: backoff."""
     ERROR_REASON_UNSUPPORTED_ENCODING: _ErrorReason.ValueType  # 32
-    """INVALID_ARGUMENT. HTTP only: the body is compressed in a way that is not read. Retry: never."""
+    """INVALID_ARGUMENT. HTTP only: the gateway does not know the body's compression. Retry: never."""
     ERROR_REASON_MODEL_CHANGED: _ErrorReason.ValueType  # 33
     """ABORTED. The answer's verifier was lost, or its model has changed, and no verifier of the same
-    weights, dtype, settings and version can continue it. Begin anew. Retry: backoff.
+    weights, dtype, settings and version can continue the answer. Begin anew. Retry: backoff.
     """
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
@@ -127,8 +132,8 @@ ERROR_REASON_UNSPECIFIED: ErrorReason.ValueType  # 0
 ERROR_REASON_INVALID_VALUE: ErrorReason.ValueType  # 1
 """INVALID_ARGUMENT. A field is out of its range. Retry: never."""
 ERROR_REASON_UNKNOWN_PARAMETER: ErrorReason.ValueType  # 2
-"""INVALID_ARGUMENT. The request has a parameter or a field that this version does not know; over
-gRPC the field at fault is the path of its message and its number. Retry: never.
+"""INVALID_ARGUMENT. The request has a parameter or a field that this version does not know. Over
+gRPC, the BadRequest names the field by its message's path and its own number. Retry: never.
 """
 ERROR_REASON_UNSUPPORTED_PARAMETER: ErrorReason.ValueType  # 3
 """INVALID_ARGUMENT. This deployment does not support the parameter. Retry: never."""
@@ -139,7 +144,7 @@ ERROR_REASON_CONTEXT_LENGTH_EXCEEDED: ErrorReason.ValueType  # 5
 ERROR_REASON_MODEL_NOT_FOUND: ErrorReason.ValueType  # 6
 """NOT_FOUND. No model of this name is served. Retry: never."""
 ERROR_REASON_DRAFTER_NOT_FOUND: ErrorReason.ValueType  # 7
-"""NOT_FOUND. No drafter and no family of this name has joined. Retry: never."""
+"""NOT_FOUND. No drafter has joined that has this name or family. Retry: never."""
 ERROR_REASON_HOST_NOT_ALLOWED: ErrorReason.ValueType  # 8
 """PERMISSION_DENIED. HTTP only: the gateway does not serve the Host header's name. Retry: never."""
 ERROR_REASON_ORIGIN_NOT_ALLOWED: ErrorReason.ValueType  # 9
@@ -157,17 +162,19 @@ ERROR_REASON_HEADERS_TOO_LARGE: ErrorReason.ValueType  # 14
 ERROR_REASON_TOKENIZER_MISMATCH: ErrorReason.ValueType  # 15
 """FAILED_PRECONDITION. The tokenizers differ; the metadata has both fingerprints. Retry: never."""
 ERROR_REASON_DRAFTER_ID_TAKEN: ErrorReason.ValueType  # 16
-"""ALREADY_EXISTS. A drafter has this id; a dead host's id is free after 12 s. Retry: backoff."""
+"""ALREADY_EXISTS. Another drafter has this id; a dead host's id is free after 12 s. Retry:
+backoff.
+"""
 ERROR_REASON_PROTOCOL_VIOLATION: ErrorReason.ValueType  # 17
 """INVALID_ARGUMENT. The peer sent an invalid message; the stream ends. Retry: backoff."""
 ERROR_REASON_QUARANTINED: ErrorReason.ValueType  # 18
 """RESOURCE_EXHAUSTED. This drafter broke the protocol 3 times within 30 s. Retry: RetryInfo."""
 ERROR_REASON_SLOW_READER: ErrorReason.ValueType  # 19
-"""RESOURCE_EXHAUSTED. The drafter did not read its messages, or the client its answer; the stream
-ends. Retry: backoff.
+"""RESOURCE_EXHAUSTED. The drafter did not read its messages, or the client did not read its
+answer; the stream ends. Retry: backoff.
 """
 ERROR_REASON_OVERLOADED: ErrorReason.ValueType  # 20
-"""RESOURCE_EXHAUSTED. There is no room for more. Retry: RetryInfo."""
+"""RESOURCE_EXHAUSTED. There is no room for another request or drafter. Retry: RetryInfo."""
 ERROR_REASON_CLIENT_GONE: ErrorReason.ValueType  # 21
 """CANCELLED. The client went away. Retry: never."""
 ERROR_REASON_NOT_READY: ErrorReason.ValueType  # 22
@@ -181,21 +188,23 @@ ERROR_REASON_LOGITS_NOT_FINITE: ErrorReason.ValueType  # 25
 ERROR_REASON_INTERNAL: ErrorReason.ValueType  # 26
 """INTERNAL. A defect of the server; its log has the details. Retry: backoff."""
 ERROR_REASON_CERTIFICATE_NOT_ALLOWED: ErrorReason.ValueType  # 27
-"""PERMISSION_DENIED. The role or the name in the caller's certificate forbids it. Retry: never."""
+"""PERMISSION_DENIED. The role or the name in the caller's certificate forbids this call. Retry:
+never.
+"""
 ERROR_REASON_INVALID_API_KEY: ErrorReason.ValueType  # 28
 """UNAUTHENTICATED. There is no API key, or it is unknown or expired. Retry: never."""
 ERROR_REASON_INSUFFICIENT_PERMISSIONS: ErrorReason.ValueType  # 29
 """PERMISSION_DENIED. The API key's role may not call this. Retry: never."""
 ERROR_REASON_RATE_LIMIT_EXCEEDED: ErrorReason.ValueType  # 30
-"""RESOURCE_EXHAUSTED. The API key has used up one of its limits, or the tenant its time for masks
-of grammars. Retry: RetryInfo.
+"""RESOURCE_EXHAUSTED. The API key has used up one of its limits, or the tenant has used up its
+time for masks of grammars. Retry: RetryInfo.
 """
 ERROR_REASON_DEADLINE_EXCEEDED: ErrorReason.ValueType  # 31
 """DEADLINE_EXCEEDED. The answer was not complete within the request's timeout. Retry: backoff."""
 ERROR_REASON_UNSUPPORTED_ENCODING: ErrorReason.ValueType  # 32
-"""INVALID_ARGUMENT. HTTP only: the body is compressed in a way that is not read. Retry: never."""
+"""INVALID_ARGUMENT. HTTP only: the gateway does not know the body's compression. Retry: never."""
 ERROR_REASON_MODEL_CHANGED: ErrorReason.ValueType  # 33
 """ABORTED. The answer's verifier was lost, or its model has changed, and no verifier of the same
-weights, dtype, settings and version can continue it. Begin anew. Retry: backoff.
+weights, dtype, settings and version can continue the answer. Begin anew. Retry: backoff.
 """
 Global___ErrorReason: _TypeAlias = ErrorReason  # noqa: Y015

@@ -50,7 +50,7 @@ Global___ToolMode: _TypeAlias = ToolMode  # noqa: Y015
 
 @_typing.final
 class ToolCall(_message.Message):
-    """A tool call that an answer made."""
+    """A call of a tool in an earlier answer."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -58,7 +58,7 @@ class ToolCall(_message.Message):
     NAME_FIELD_NUMBER: _builtins.int
     ARGUMENTS_FIELD_NUMBER: _builtins.int
     id: _builtins.str
-    """The id by which the message with the call's result names the call."""
+    """The call's id. The message with the call's result has it as tool_call_id."""
     name: _builtins.str
     """The tool's name."""
     arguments: _builtins.str
@@ -262,8 +262,8 @@ class GenerateTextRequest(_message.Message):
     prompt: _builtins.str
     """Text to continue."""
     max_tokens: _builtins.int
-    """Most tokens to generate. At least 1; at least 0 with prompt_logprob_count, which then only
-    scores the prompt. Unset: as many as the context has room for.
+    """The largest number of tokens to generate. At least 1, or with prompt_logprob_count at least 0;
+    0 only scores the prompt. Unset: as many as the context has room for.
     """
     top_logprob_count: _builtins.int
     """Number of likeliest tokens to report with each token, besides the token's own log probability.
@@ -272,9 +272,9 @@ class GenerateTextRequest(_message.Message):
     prediction: _builtins.str
     """The text that the caller expects; drafters may guess from it."""
     prompt_logprob_count: _builtins.int
-    """As top_logprob_count, for each token of the prompt except the first, which has no context.
-    Range [0, 20]; unset reports nothing about the prompt. If it is set, the verifier computes the
-    prompt from its beginning, since the prefix cache has no logits.
+    """The same number as top_logprob_count, but for each token of the prompt except the first token,
+    which has no context. Range [0, 20]; unset reports nothing about the prompt. If it is set, the
+    verifier computes the prompt from its beginning, since the prefix cache has no logits.
     """
     @_builtins.property
     def chat(self) -> Global___Chat:
@@ -290,8 +290,8 @@ class GenerateTextRequest(_message.Message):
 
     @_builtins.property
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Strings that end the text and are not part of it; at most 16 of at most 256 characters. No
-        string ends the text within the first sampling.min_tokens tokens.
+        """Strings that end the text and are not part of it: at most 16 strings, each of at most 256
+        characters. No string ends the text within the first sampling.min_tokens tokens.
         """
 
     @_builtins.property
@@ -394,7 +394,9 @@ class ToolCallDelta(_message.Message):
     name: _builtins.str
     """The tool's name; set only on the call's first piece."""
     arguments: _builtins.str
-    """More of the arguments. All pieces together are a JSON object, unless max_tokens cuts it off."""
+    """More of the arguments. All pieces together are a JSON object, unless max_tokens cuts the object
+    off.
+    """
     def __init__(
         self,
         *,
@@ -432,7 +434,7 @@ class GenerateTextResponse(_message.Message):
     text: _builtins.str
     """Whole characters only; may be empty."""
     drafter_id: _builtins.str
-    """The drafter whose draft was verified; empty after a step without a draft."""
+    """The drafter of the main path of the verified draft; empty after a step without a draft."""
     finish_reason: _common_pb2.FinishReason.ValueType
     """Set on the last message."""
     grammar_incomplete: _builtins.bool
@@ -443,7 +445,9 @@ class GenerateTextResponse(_message.Message):
     """More of the answer's thought, if the model marks its thoughts. The thought precedes `text`."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The ids of the tokens whose text has not been sent before, a stop token included."""
+        """The ids of the next tokens, a stop token included. A part of their text may come with a later
+        message.
+        """
 
     @_builtins.property
     def sources(self) -> _containers.RepeatedScalarFieldContainer[_common_pb2.TokenSource.ValueType]:
@@ -463,9 +467,9 @@ class GenerateTextResponse(_message.Message):
 
     @_builtins.property
     def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprob]:
-        """One entry for each token of the prompt from the second on, if the request asked for them. All
-        entries come before or with the first of token_ids, in as many messages as the prompt took
-        steps.
+        """One entry for each token of the prompt from the second on, if the request has
+        prompt_logprob_count. All entries come before the first of token_ids or in the same message.
+        They take as many messages as the prompt took steps.
         """
 
     @_builtins.property

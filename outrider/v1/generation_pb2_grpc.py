@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class GenerationServiceStub:
-    """Text generation over gRPC. The gateway offers the same as the OpenAI API over HTTP.
+    """Text generation over gRPC. Over HTTP, the gateway offers the same generation as the OpenAI API.
     """
 
     def __init__(self, channel):
@@ -43,7 +43,7 @@ class GenerationServiceStub:
 
 
 class GenerationServiceServicer:
-    """Text generation over gRPC. The gateway offers the same as the OpenAI API over HTTP.
+    """Text generation over gRPC. Over HTTP, the gateway offers the same generation as the OpenAI API.
     """
 
     def GenerateText(self, request, context):
@@ -71,7 +71,7 @@ def add_GenerationServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class GenerationService:
-    """Text generation over gRPC. The gateway offers the same as the OpenAI API over HTTP.
+    """Text generation over gRPC. Over HTTP, the gateway offers the same generation as the OpenAI API.
     """
 
     @staticmethod

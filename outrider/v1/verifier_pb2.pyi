@@ -86,36 +86,39 @@ class GenerateTokensRequest(_message.Message):
     request_id: _builtins.str
     """For logs and traces; at most 128 characters, empty lets the verifier choose."""
     max_tokens: _builtins.int
-    """Most tokens to generate. At least 1; at least 0 with prompt_logprob_count, which then only
-    scores the prompt.
+    """The largest number of tokens to generate. At least 1, or with prompt_logprob_count at least 0;
+    0 only scores the prompt.
     """
     ignore_eos: _builtins.bool
     """Continue after an end-of-sequence token."""
     tenant: _builtins.str
-    """Caches and pools are private to a tenant; at most 128 characters, empty is the default tenant."""
+    """The tenant of the sequence; at most 128 characters, empty is the default tenant. Caches, and
+    pools that are not public, are private to a tenant.
+    """
     min_chunk_token_count: _builtins.int
-    """After the first response, gather at least this many tokens for each response, but no more than
-    4096. 0 and 1 send each step's tokens. A higher number saves messages for a caller that does
-    not show the growing text.
+    """The least number of tokens in a response; only the first and the last response may have fewer.
+    To reach it, the verifier gathers the tokens of several steps. A number above 4096 counts as
+    4096. With 0 and 1, each step's tokens are sent at once. A higher number saves messages for a
+    caller that does not show the growing text.
     """
     top_logprob_count: _builtins.int
     """Number of likeliest tokens to report with each token, besides the token's own log probability.
     Range [0, 20]; unset reports no log probabilities.
     """
     prompt_logprob_count: _builtins.int
-    """As top_logprob_count, for each token of the prompt except the first, which has no context.
-    Range [0, 20]; unset reports nothing about the prompt. If it is set, the verifier computes the
-    prompt from its beginning, since the prefix cache has no logits.
+    """The same number as top_logprob_count, but for each token of the prompt except the first token,
+    which has no context. Range [0, 20]; unset reports nothing about the prompt. If it is set, the
+    verifier computes the prompt from its beginning, since the prefix cache has no logits.
     """
     noise_seed: _builtins.int
     """Seed of the verifier's random numbers if sampling.seed is unset; if both are unset, the
     verifier chooses a seed. A caller that may continue the request at another verifier gives both
-    verifiers the same noise_seed. Unlike sampling.seed, it allows sampled drafts, so it does not
-    promise the same text.
+    verifiers the same noise_seed. Unlike sampling.seed, noise_seed allows sampled drafts, so it
+    does not promise the same text.
     """
     model_fingerprint: _builtins.str
     """GetModelResponse.model_fingerprint of the verifier that began the answer. A verifier with
-    another fingerprint refuses the request with MODEL_CHANGED, since it would write another text.
+    another fingerprint refuses the request with MODEL_CHANGED, since it could write another text.
     Empty allows any model.
     """
     @_builtins.property
@@ -148,7 +151,7 @@ class GenerateTokensRequest(_message.Message):
     def committed_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Output that another verifier committed before it was lost or left. This verifier continues
         after that output, and sends only new tokens. Ids in [0, vocabulary size), fewer than
-        max_tokens, none of which ends the sequence. They count as output everywhere: in max_tokens,
+        max_tokens. None of them ends the sequence. They count as output everywhere: in max_tokens,
         min_tokens and penalties, for the grammar and for the noise. Must be empty with
         prompt_logprob_count.
         """
@@ -194,7 +197,9 @@ Global___GenerateTokensRequest: _TypeAlias = GenerateTokensRequest  # noqa: Y015
 
 @_typing.final
 class GenerateTokensResponse(_message.Message):
-    """The tokens that one engine step committed for the sequence."""
+    """The tokens that one engine step committed for the sequence, or several steps if
+    min_chunk_token_count is above 1.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -209,17 +214,17 @@ class GenerateTokensResponse(_message.Message):
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     SIDE_DRAFT_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     drafter_id: _builtins.str
-    """The drafter of the draft's main path; empty after a step without a draft."""
+    """The drafter of the main path of the last step's draft; empty if that step had no draft."""
     finish_reason: _common_pb2.FinishReason.ValueType
     """Set on the last message."""
     cached_token_count: _builtins.int
     """Prompt tokens whose state came from the prefix cache; every response has this number."""
     draft_token_count: _builtins.int
-    """Draft tokens that this step verified. A caller that ends the sequence early gets no stats, but
-    can add up this field.
+    """Draft tokens that the response's steps verified. A caller that ends the sequence early gets no
+    stats, but can add up this field.
     """
     side_draft_token_count: _builtins.int
-    """How many of draft_token_count were beside the main path; 0 for a chain."""
+    """How many of these draft tokens were beside the main path; 0 for a chain."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The committed ids, in order; a final stop token is included."""
@@ -238,9 +243,9 @@ class GenerateTokensResponse(_message.Message):
 
     @_builtins.property
     def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprob]:
-        """One entry for each token of the prompt from the second on, if the request asked for them. All
-        entries come before or with the first of token_ids, in as many responses as the prompt took
-        steps.
+        """One entry for each token of the prompt from the second on, if the request has
+        prompt_logprob_count. All entries come before the first of token_ids or in the same response.
+        They take as many responses as the prompt took steps.
         """
 
     def __init__(
@@ -381,7 +386,7 @@ class DrafterInfo(_message.Message):
     sequence_count: _builtins.int
     """Sequences that the drafter has."""
     acceptance_rate: _builtins.float
-    """Share of its verified tokens that were accepted; unset before the first."""
+    """Share of its verified tokens that were accepted; unset before the first verified token."""
     @_builtins.property
     def placement(self) -> _common_pb2.Placement:
         """From Hello."""
@@ -389,12 +394,12 @@ class DrafterInfo(_message.Message):
     @_builtins.property
     def round_trip_duration(self) -> _duration_pb2.Duration:
         """Time from a verdict to the first message that answers it, without the time spent drafting;
-        unset before the first.
+        unset before the first answer.
         """
 
     @_builtins.property
     def token_duration(self) -> _duration_pb2.Duration:
-        """Time to draft one token; unset before the first."""
+        """Time to draft one token; unset before the first draft."""
 
     def __init__(
         self,
@@ -437,14 +442,16 @@ class Load(_message.Message):
     waiting_count: _builtins.int
     """Sequences in the queue."""
     max_running_count: _builtins.int
-    """Most sequences in the batch."""
+    """The largest number of sequences in the batch."""
     max_waiting_count: _builtins.int
-    """Most sequences in the queue; the verifier refuses more."""
+    """The largest number of sequences in the queue; the verifier refuses further sequences."""
     kv_cache_usage: _builtins.float
     """Share of the KV cache's pages that sequences hold; 1 if no page is free."""
     @_builtins.property
     def sequence_duration(self) -> _duration_pb2.Duration:
-        """How long recent sequences were in the batch, on average; unset before the first has ended."""
+        """How long recent sequences were in the batch, on average; unset before the first sequence has
+        ended.
+        """
 
     def __init__(
         self,
@@ -512,7 +519,7 @@ class GetModelResponse(_message.Message):
     UNSUPPORTED_FIELD_NUMBER: _builtins.int
     ALIASES_FIELD_NUMBER: _builtins.int
     model_id: _builtins.str
-    """Name that requests may use; the target's path or hub id unless configured."""
+    """Name that requests may use; the target's path or hub id, unless another name is configured."""
     stage: Global___ModelStage.ValueType
     """How far the verifier has loaded. Before READY, the fields about the model other than model_id
     and aliases may be unset.
@@ -530,11 +537,13 @@ class GetModelResponse(_message.Message):
     device: _builtins.str
     """Torch's name of the device."""
     max_draft_tokens: _builtins.int
-    """Most draft tokens of a sequence that a step verifies, unless a request asks for fewer."""
+    """The largest number of a sequence's draft tokens that a step verifies, unless the request sets
+    draft_tokens.
+    """
     weights_fingerprint: _builtins.str
-    """SHA-256 (hex) over the checkpoint's tensors: their names, types, shapes and samples of their
-    bytes, and over the config. A checkpoint keeps its fingerprint however it is divided into files
-    and on whichever device it runs.
+    """SHA-256 (hex) over the config, without the keys that tell its origin and dtype, and over the
+    name, type, shape and samples of the bytes of each of the checkpoint's tensors. A checkpoint
+    keeps its fingerprint however it is divided into files and on whichever device it runs.
     """
     server_version: _builtins.str
     """Version of the verifier."""
@@ -543,11 +552,13 @@ class GetModelResponse(_message.Message):
     answer that moves to another verifier keeps its text only if both have the same fingerprint.
     """
     graph_count: _builtins.int
-    """CUDA graphs of the target's forward, captured while the stage is WARMING_UP. 0 on a CPU, and
-    where the model cannot be captured; the verifier's log says why.
+    """Number of CUDA graphs of the target's forward, captured while the stage is WARMING_UP. 0 on a
+    CPU, and where the model cannot be captured; the verifier's log says why.
     """
     graph_memory_bytes: _builtins.int
-    """Device memory that these graphs took, by what was free before and after their capture."""
+    """Device memory that these graphs took: the free memory before their capture minus the free
+    memory after it.
+    """
     engine: _builtins.str
     """What computes the target: "native", or "vllm" and its version."""
     @_builtins.property
@@ -556,8 +567,8 @@ class GetModelResponse(_message.Message):
 
     @_builtins.property
     def drafters(self) -> _containers.RepeatedCompositeFieldContainer[Global___DrafterInfo]:
-        """Connected drafters, then lost drafters. If there are very many, only the first of them, so that
-        the message stays small.
+        """Connected drafters, then lost drafters. If there are very many drafters, only the first of them
+        are listed, so that the message stays small.
         """
 
     @_builtins.property
@@ -566,11 +577,13 @@ class GetModelResponse(_message.Message):
 
     @_builtins.property
     def acceptance_settings(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
-        """Settings that decide how drafts are drawn and tokens are chosen, by flag."""
+        """The values of the settings that decide how drafts are drawn and tokens are chosen, keyed by the
+        settings' flags.
+        """
 
     @_builtins.property
     def unsupported(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """What that engine cannot do. The verifier refuses a request that needs one of these with
+        """What that engine cannot do. If a request needs one of these, the verifier refuses it with
         UNSUPPORTED_PARAMETER; a gateway refuses it without asking the verifier. A receiver ignores a
         name that it does not know. The names are
         - lossy_acceptance: typical and relaxed acceptance

@@ -75,7 +75,7 @@ class VerifierServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetModel(self, request, context):
-        """Returns the model, its loading stage and the drafters. Answers while the model loads.
+        """Returns the model, its loading stage and the drafters. Answers even while the model loads.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

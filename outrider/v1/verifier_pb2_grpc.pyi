@@ -44,7 +44,7 @@ class VerifierServiceStub:
     long sequence.
     """
     GetModel: _grpc.UnaryUnaryMultiCallable[_verifier_pb2.GetModelRequest, _verifier_pb2.GetModelResponse]
-    """Returns the model, its loading stage and the drafters. Answers while the model loads."""
+    """Returns the model, its loading stage and the drafters. Answers even while the model loads."""
 
 @_typing.type_check_only
 class VerifierServiceAsyncStub(VerifierServiceStub):
@@ -62,7 +62,7 @@ class VerifierServiceAsyncStub(VerifierServiceStub):
     long sequence.
     """
     GetModel: _aio.UnaryUnaryMultiCallable[_verifier_pb2.GetModelRequest, _verifier_pb2.GetModelResponse]  # type: ignore[assignment]
-    """Returns the model, its loading stage and the drafters. Answers while the model loads."""
+    """Returns the model, its loading stage and the drafters. Answers even while the model loads."""
 
 class VerifierServiceServicer(metaclass=_abc_1.ABCMeta):
     """Owns the target model and decides which tokens are committed."""
@@ -95,6 +95,6 @@ class VerifierServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _verifier_pb2.GetModelRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_verifier_pb2.GetModelResponse, _abc.Awaitable[_verifier_pb2.GetModelResponse]]:
-        """Returns the model, its loading stage and the drafters. Answers while the model loads."""
+        """Returns the model, its loading stage and the drafters. Answers even while the model loads."""
 
 def add_VerifierServiceServicer_to_server(servicer: VerifierServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

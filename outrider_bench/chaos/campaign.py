@@ -52,8 +52,8 @@ def round_of(
 
     The faults hit different processes or links, none of them `absent`.
 
-    In each `len(bag)` rounds, every fault of the bag is the first fault of one round; their order
-    is random.
+    A turn is `len(bag)` rounds. In each turn, every fault of the bag is the first fault of one
+    round; the order of these faults is random.
     """
     turn, place = divmod(number, len(bag))
     order = list(bag)
@@ -76,7 +76,7 @@ def _plan(name: str, draw: random.Random, absent: frozenset[str]) -> Planned:
 
 @dataclass(frozen=True, slots=True)
 class Campaign:
-    """The seed of the rounds, and the minutes in which new rounds start.
+    """The seed of the rounds, and for how many minutes new rounds start.
 
     If `only` is given, the campaign plays the round with this number, and no other. With `tls`,
     all processes use mutual TLS, and clients HTTPS.
@@ -91,8 +91,8 @@ class Campaign:
 async def play(campaign: Campaign, bag: Sequence[str], history: History, tell: Tell) -> None:
     """Play rounds with the faults of a bag.
 
-    Raises StackFailed if the stack does not start, does not answer without any fault, or does not
-    recover from a fault.
+    Raises StackFailed if the stack does not start, if a request fails before the first fault, or
+    if the stack does not recover from a fault.
     """
     missing = absent()
     async with (
@@ -119,7 +119,7 @@ def _text(planned: Planned) -> str:
 
 
 async def _round(scene: Scene, planned: list[Planned], history: History) -> None:
-    """Play one round's faults under traffic; record resources still in use when all is quiet."""
+    """Play one round's faults under traffic, then record resources in use and processes' sizes."""
     over = asyncio.Event()
     async with asyncio.TaskGroup() as traffic:
         for _ in range(_CLIENTS):
@@ -140,7 +140,7 @@ async def _round(scene: Scene, planned: list[Planned], history: History) -> None
 
 
 async def _fault(scene: Scene, planned: Planned, history: History) -> None:
-    """Play one fault, and wait until all verifiers and drafters are back."""
+    """Play one fault, wait for at most 90 s until the stack is complete, and record the fault."""
     await asyncio.sleep(planned.after_s)
     fault = FAULTS[planned.fault]
     began = history.now()

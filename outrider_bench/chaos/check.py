@@ -17,11 +17,13 @@ from outrider_bench.chaos.parts import GATEWAYS, VERIFIERS
 
 _LOGPROB_TOLERANCE = 1e-4
 _GROWTH = {"files": 16, "threads": 16, "mebibytes": 100.0}
-"""How much a process may grow after its second round, when caches and thread pools are filled."""
+"""How much a process may grow after its second round; by then caches and thread pools are full."""
 _EXPLAINED = ("verifier_unavailable", "not_ready", "draining", "overloaded")
 """Codes of errors that a fault may explain."""
 _RESUME_S = 30.0
-"""The seconds that a started request waits for a verifier: the gateway's default."""
+"""The seconds that a request whose answer has started waits for another verifier.
+This is the gateway's default.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,12 +94,12 @@ def _is_allowed(event: Event, faults: Sequence[Event]) -> bool:
 
 
 def _is_near(fault: Event, request: Event) -> bool:
-    """True if the fault may concern the request: faults of other gateways do not."""
+    """True if the fault may concern the request: a fault of the other gateway does not."""
     return fault["target"] == request["gateway"] or fault["target"] not in GATEWAYS
 
 
 def _all_gone(event: Event, faults: Sequence[Event]) -> bool:
-    """True if no verifier could be reached at some moment of the request.
+    """True if at some moment of the request no verifier could be reached.
 
     If the answer has started, verifiers must be out of reach for at least the time that a started
     answer waits for another verifier.
@@ -151,7 +153,10 @@ def _equal(one: object, other: object) -> bool:
 
 
 def _check_sizes(quiet: Iterable[Event]) -> Iterator[Violation]:
-    """Compare each process with its size after the second round since its start or restart."""
+    """Yield what is in use when all is quiet, and each process that has grown too much.
+
+    A process is compared with its size after the second round since its start or restart.
+    """
     lives: dict[tuple[str, int], list[Mapping[str, float]]] = {}
     for event in quiet:
         for name, value in event["in_use"].items():

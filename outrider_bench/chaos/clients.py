@@ -46,7 +46,7 @@ class Clients:
         await self._http.aclose()
 
     async def ask_all(self, at_once: int) -> None:
-        """Send each request once without any fault, at most `at_once` at a time."""
+        """Send each request once while no fault is played, at most `at_once` at a time."""
         turns = asyncio.Semaphore(at_once)
 
         async def ask() -> None:
@@ -64,14 +64,14 @@ class Clients:
     async def crowd(self, count: int, leaves_after: int = 0, pause_s: float = 0.0) -> None:
         """Send `count` requests at once.
 
-        Each client leaves after `leaves_after` lines, or with 0 stays to the end. It waits
-        `pause_s` seconds after each line.
+        Each client leaves after `leaves_after` lines; if this is 0, the client stays to the end. It
+        waits `pause_s` seconds after each line.
         """
         asks = (self.ask("request", leaves_after, pause_s) for _ in range(count))
         await asyncio.gather(*asks)
 
     async def half_requests(self, count: int, seconds: float) -> None:
-        """Send the beginning of `count` requests, and hang up after some seconds."""
+        """Send only the beginning of each of `count` requests, and hang up after some seconds."""
         writers: list[asyncio.StreamWriter] = []
         for number in range(count):
             _, url = self._gateways[number % len(self._gateways)]
@@ -89,8 +89,8 @@ class Clients:
         """Send the next request and record its end; return its outcome.
 
         Outcomes: finished; failed (an error with a code ended it); refused (there was no answer);
-        cut (the answer stopped in the middle); hung (no byte came for 120 s); left (by this
-        client).
+        cut (the answer stopped in the middle); hung (no byte came for 120 s); left (this client
+        hung up).
         """
         turn, number = divmod(next(self._numbers), COUNT)
         gateway, url = self._gateways[(turn + number) % len(self._gateways)]

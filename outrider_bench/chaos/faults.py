@@ -1,6 +1,7 @@
 """The faults of a campaign, keyed by name: effects, durations, and permitted outcomes.
 
-One coroutine starts and ends a fault. The campaign then waits until the stack has recovered.
+Each fault has one coroutine, which starts it and ends it. The campaign then waits until the stack
+has recovered.
 """
 
 from __future__ import annotations
@@ -42,9 +43,9 @@ class Fault:
 
     play: Play
     targets: tuple[str, ...]
-    """Processes, links, or `ALL_VERIFIERS`. A round plays the fault at one of them."""
+    """Processes, links, `ALL_VERIFIERS`, or "clients". A round plays the fault at one of them."""
     allows: frozenset[str] = frozenset()
-    """Outcomes other than "finished" that requests under way may have."""
+    """Outcomes other than "finished" that requests under way during the fault may have."""
     seconds: tuple[float, float] = (1.0, 4.0)
 
 
@@ -123,7 +124,7 @@ def _redis(during: dict[str, str], after: dict[str, str]) -> Play:
 
 
 async def _cannot_save(scene: Scene, target: str, seconds: float) -> None:
-    """Make Redis save to a full disk, so that it refuses writes."""
+    """Make Redis's saves fail as on a full disk, so that it refuses writes."""
     async with scene.site.redis() as client:
         await client.config_set("save", "1 1")
         await scene.site.limit(target, resource.RLIMIT_FSIZE, 0, seconds)
@@ -164,7 +165,8 @@ async def _say_half(scene: Scene, target: str, seconds: float) -> None:
 _ANY_END = frozenset({"failed", "refused", "cut"})
 _NAMED_END = frozenset({"failed", "refused"})
 _NOTICED_S = (13.0, 16.0)
-"""Seconds in which the peers notice a silent process: their pings take up to 12 s."""
+"""Seconds of a fault during which the peers notice a silent process: their pings take up to 12 s.
+"""
 _DRAFTERS = tuple(DRAFTERS)
 _LARGE = {"maxmemory": "0", "maxmemory-policy": "noeviction"}
 _WAYS = (
@@ -193,7 +195,7 @@ def _of_processes() -> dict[str, Fault]:
 
 
 def _of_links() -> dict[str, Fault]:
-    """Return faults of the links from gateways and drafters to verifiers, and to Redis."""
+    """Return faults of the links from gateways and drafters to verifiers, and of Redis's link."""
     kinds: dict[str, Play] = {
         "down": _outage("both"),
         "down one way": _outage("up"),

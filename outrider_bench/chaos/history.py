@@ -1,4 +1,4 @@
-"""The history of a campaign: JSON lines, each an event with its round and its seconds."""
+"""The history of a campaign: JSON lines, each an event with its round and its times in seconds."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def whole(events: Sequence[Event]) -> list[Event]:
 
 
 class History:
-    """Keeps events, and writes each at once. `round` is the number of the present round."""
+    """Keeps events, and writes each as soon as it is added. `round` numbers the present round."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -31,7 +31,10 @@ Spoil = Callable[[drafts_pb2.Proposal], None]
 
 
 async def _places(call: Call) -> AsyncIterator[tuple[int, int, int]]:
-    """Yield id, committed length and wanted draft tokens of each opened sequence and verdict."""
+    """Yield the place of each opened sequence and of each verdict.
+
+    A place is the sequence's id, its committed length, and the number of wanted draft tokens.
+    """
     while (response := await call.read()) != _END:
         for opened in response.step.opened:
             yield opened.sequence_id, len(opened.token_ids), opened.draft_tokens
@@ -50,7 +53,10 @@ async def _say(call: Call, proposals: Iterable[drafts_pb2.Proposal]) -> None:
 
 
 def _answers(spoil: Spoil, times: int = 1) -> Callable[[Call], Awaitable[None]]:
-    """Return an attack that sends `times` proposals for each verdict; `spoil` changes them."""
+    """Return an attack that sends a proposal `times` times for each opened sequence and verdict.
+
+    `spoil` changes the proposal.
+    """
 
     async def attack(call: Call) -> None:
         async for place in _places(call):
@@ -86,7 +92,7 @@ async def _never_read(call: Call) -> None:
 
 
 async def _flood(call: Call) -> None:
-    """Propose without a pause for every sequence ever opened; another task reads."""
+    """Propose about every millisecond for every sequence ever opened; another task reads."""
     known: dict[int, int] = {}
 
     async def follow() -> None:

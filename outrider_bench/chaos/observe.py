@@ -33,7 +33,10 @@ async def within(seconds: float, holds: Callable[[], Awaitable[bool]]) -> bool:
 
 
 async def in_use(http: httpx.AsyncClient, urls: Mapping[str, str]) -> dict[str, float]:
-    """Return the metrics that should be 0 while no request runs but are not, from all `urls`."""
+    """Return the metrics that should be 0 while no request runs but are not, from all `urls`.
+
+    A URL that does not answer counts as such a metric.
+    """
     found = {}
     for name, url in urls.items():
         try:
@@ -49,7 +52,7 @@ async def in_use(http: httpx.AsyncClient, urls: Mapping[str, str]) -> dict[str, 
 
 
 def size_of(pid: int) -> dict[str, float]:
-    """Return the open files, threads and resident memory of a process of this machine."""
+    """Return a process's id, its numbers of open files and threads, and its resident memory."""
     place = Path("/proc", str(pid))
     pages = int((place / "statm").read_text().split()[1])
     return {

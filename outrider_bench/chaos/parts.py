@@ -36,7 +36,7 @@ def touched(target: str) -> frozenset[str]:
 
 
 def unreachable(target: str) -> list[str]:
-    """Return the verifiers that may serve nobody while a fault of this target lasts."""
+    """Return the verifiers that a fault of this target may put out of reach while it lasts."""
     through = {"link-1": "verifier-1", "link-2": "verifier-2"}
     names = {through.get(name, name) for name in touched(target)}
     return sorted(names.intersection(VERIFIERS))

@@ -21,7 +21,7 @@ _WHAT = ("lost", "altered", "leaked")
 
 
 def run(campaign: Campaign, kinds: Sequence[str], path: Path) -> int:
-    """Play a campaign with faults of these kinds, or of all.
+    """Play a campaign with faults of these kinds, or of all kinds if `kinds` is empty.
 
     Writes the history to `path`, and returns the exit status. Raises ValueError for wrong kinds.
     """
@@ -70,7 +70,10 @@ def _report(path: Path, events: Sequence[Event]) -> bool:
 
 
 def markdown(events: Sequence[Event], violations: Sequence[Violation]) -> str:
-    """Return a Markdown table: how often each fault was played, and counts over its rounds."""
+    """Return a Markdown table: how often each fault was played, and what its rounds counted.
+
+    The counts are of requests, of finished requests, and of each kind of violation.
+    """
     heads = ("fault", "tries", "requests", "finished", *_WHAT)
     lines = [heads, ("---",) + ("---:",) * (len(heads) - 1), *_rows(events, violations)]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)

@@ -1,4 +1,7 @@
-"""The requests of a campaign, and the parts of a stream that a client received; no sockets."""
+"""The requests of a campaign, and the parts of a stream that a client received.
+
+This module opens no sockets.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from typing import Any
 _LENGTHS = (100, 16, 48, 24, 32)
 """The maximum number of tokens of the answer to each prompt.
 
-Long answers meet faults; short answers end soon.
+Long answers are still under way when a fault comes; short answers end soon.
 """
 _PROMPTS = (
     "def read(path):\n    ",
@@ -81,7 +84,11 @@ class Answer:
     """The code of the error that ended the stream."""
     is_done: bool = False
     problems: list[str] = field(default_factory=list)
-    """Faults of the stream: no JSON, anything after an end, or an end with a part missing."""
+    """Faults of the stream.
+
+    They are: a line that is not JSON, anything after an end, an end with a part missing, and an
+    error that has no code or that follows another error.
+    """
 
     def add(self, line: str) -> None:
         """Add a line of the stream of events."""

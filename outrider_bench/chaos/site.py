@@ -1,4 +1,4 @@
-"""The stack of a campaign: two verifiers, two gateways, drafters, and links between them."""
+"""The stack of a campaign: two verifiers, two gateways, drafters, Redis, and links between them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from outrider_bench.experiment.processes import Processes, StackFailed
 from outrider_bench.experiment.spec import Target
 from outrider_bench.experiment.stack import start_link
 
-# There are few pages: in a crowd, requests wait for pages and lose pages to other requests.
+# There are few pages, so that a crowd's requests wait for pages and lose pages to other requests.
 _TARGET = Target.model_validate({"threads": 1, "settings": {"page_count": 256}})
 _ASK_S = 5.0
 _VALID = timedelta(days=30)
@@ -148,7 +148,7 @@ class Site:
         self.gateways[name] = f"{scheme}://{LOOPBACK}:{port}"
 
     async def _start(self, launch: Launch, role: Role | None = None) -> None:
-        """Start a process, with the certificate of its role if it has one."""
+        """Start a process; if it has a role and the stack uses TLS, it gets a certificate."""
         if role is not None and self._certificates is not None:
             launch = self._certificates.given_to(launch, role)
         await self.processes.start(launch)
@@ -158,7 +158,7 @@ class Site:
         return (await self._links(name, [target]))[target]
 
     async def _links(self, name: str, targets: list[str]) -> dict[str, str]:
-        """Start a link; return the addresses at which it listens for each target."""
+        """Start a link; return, for each target, the address at which the link listens."""
         control, fronts = await start_link(self.processes, name, targets)
         self.links[f"link-{name}"] = control
         return fronts

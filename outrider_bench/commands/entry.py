@@ -28,8 +28,8 @@ def refusing(program: str) -> Iterator[None]:
 def entry(name: str) -> Callable[[Callable[..., int]], Callable[[list[str]], int]]:
     """Make `outrider lab NAME` from a function that takes click's arguments and returns a status.
 
-    The command is a function of the list of arguments. Wrong arguments exit with status 2, as in
-    `refusing`.
+    The command is a function of the list of arguments. With wrong arguments it exits with status
+    2, as in `refusing`.
     """
     program = f"outrider lab {name}"
 

@@ -1,7 +1,7 @@
 """Measures what serving costs besides forwards, with a fixed load on the whole stack.
 
 The load is the same for all predictions: 1 or 8 requests are in progress at any time. The load is
-decoded plainly, with an n-gram drafter and with a draft model.
+decoded in three ways: plainly, with an n-gram drafter, and with a draft model.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _ROUNDS = 3
 
 
 class Step(BaseModel):
-    """The means of an engine's step over a load: seconds and counts."""
+    """The mean step of an engine over a load: seconds and counts."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -88,7 +88,8 @@ def calibrate(
 ) -> list[Served]:
     """Serve the load, and return its figures for each decoding mode and batch size.
 
-    The load takes about two minutes for the bundled pair. Calls `tell` after each run.
+    For the bundled pair this takes about two minutes. Calls `tell` each time the load has been
+    played.
     """
     drafters = {
         "ngram": {"family": "ngram"},

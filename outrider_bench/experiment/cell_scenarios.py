@@ -148,7 +148,7 @@ def _served(families: set[str]) -> str:
 
 
 def _served_as(family: str) -> str:
-    """Return the family whose costs of serving stand for this family.
+    """Return the family whose measured costs of serving are used for this family.
 
     Synthetic guesses cost the same as n-grams.
     """
@@ -156,7 +156,7 @@ def _served_as(family: str) -> str:
 
 
 def _costs(experiment: Experiment, drafters: list[Drafter], profile: Profile, served: str) -> Costs:
-    """Return the profile's cost table while the machine serves in the decoding mode `served`."""
+    """Return the profile's cost table for a machine that serves in the decoding mode `served`."""
     beside = any(not _elsewhere(experiment, drafter, profile) for drafter in drafters)
     found = profile.costs_at(served, beside=beside)
     made = {

@@ -1,6 +1,6 @@
 """Runs command lines as child processes on this machine.
 
-This module works with command lines, signals and CPU time, and with no services.
+This module deals with command lines, signals and CPU time, and knows nothing of the services.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _TICK = os.sysconf("SC_CLK_TCK")
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """A process to start: `python -m MODULE ARGUMENTS`, or a program where `module` is empty.
+    """A process to start: `python -m MODULE ARGUMENTS`, or if `module` is empty, a program.
 
     Paths in arguments are relative to the checkout in which it runs.
     """

@@ -27,7 +27,7 @@ SYNTHETIC = "synthetic"
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """The addresses of a verifier: its gateway, its metrics and its draft stream."""
+    """The addresses of a verifier's gateway, of its metrics and of its draft stream."""
 
     name: str
     model: str
@@ -72,7 +72,8 @@ def verifier_launch(
         "uds": _path(endpoint.uds),
         "threads": threads,
         "metrics_port": endpoint.metrics_port,
-        # Every repetition has the same prompts; with a prefix cache only the first would prefill.
+        # Every repetition has the same prompts. With a prefix cache only the first repetition
+        # would compute them.
         "prefix_caching": False,
         "log_level": _LOG_LEVEL,
         **target.settings,

@@ -236,13 +236,13 @@ class _End(asyncio.Protocol):
             self._transport.pause_reading()
 
     def eof_received(self) -> bool:
-        """Send the end after the bytes on their way; the other direction stays open."""
+        """Pass on the end after the bytes that are under way; the other direction stays open."""
         self.has_ended = True
         self._put((self._in_order(), b""))
         return True  # the other direction stays open
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Close the peer's connection after the bytes on their way."""
+        """Close the peer's connection after the bytes that are under way."""
         self.link._ends.discard(self)
         self._transport = None
         self._put((self._in_order(), None))

@@ -70,7 +70,7 @@ async def play(requests: Sequence[Request], batch: int, endpoint: Endpoint, aske
 async def _ask_all(
     requests: Sequence[Request], batch: int, endpoint: Endpoint, asked: Asked
 ) -> tuple[list[_Answer], float]:
-    """Send all requests; return the answers, and the seconds while the batch was full."""
+    """Send all requests; return the answers, and for how many seconds the batch was full."""
     answers: dict[int, _Answer] = {}
     waiting = iter(enumerate(requests))
     ended: list[float] = []

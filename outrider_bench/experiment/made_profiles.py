@@ -22,9 +22,10 @@ _ONE_NODE = {0: [*range(64)]}
 
 
 def load_profile(name: str, field: str) -> Profile:
-    """Read a profile or a cost table from a file, or a cost table that comes with the simulator.
+    """Read a profile from a file, or make it from a cost table.
 
-    Raises ValueError that names `field`, and the field of the file that is wrong.
+    The cost table is in a file, or comes with the simulator. Raises ValueError that names `field`,
+    and the wrong field of the file.
     """
     try:
         path = costs.path_of(name)

@@ -1,4 +1,4 @@
-"""Simulates an experiment on the costs of a profile, prints a table and writes a plot."""
+"""Simulates an experiment with the costs of a profile, prints a table and writes a plot."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ PAYS = 1.02
 def run(file: Path, paths: Sequence[Path], validate: Path | None, out: Path) -> Path:
     """Predict an experiment file, and return the folder with the predictions and their plot.
 
-    `paths` are profiles. With `validate`, the folder of a run, predictions are written there
-    and compared with the run. Raises ValueError that names what is wrong.
+    `paths` are files of profiles. If `validate` names the folder of a run, the predictions are
+    written there and compared with the run. Raises ValueError that names what is wrong.
     """
     console = console_for_output()
     experiment = load(file)
@@ -110,8 +110,8 @@ def table(
     """Return a table with a line for each cell, with the spread and the source of its costs.
 
     `rates` maps a cell and a decoding mode to tokens/s. For each workload, the fastest place has a
-    mark, and so does each place that is slower by no more than the spread. Places where drafting
-    does not pay have no mark.
+    mark, and so does each place that is slower by no more than the factor `spread` or `PAYS`,
+    whichever is larger. Places where drafting does not gain this factor have no mark.
     """
     paths = [path.rpartition(".")[2] for path in cells[0].point]
     figures = ("plain, tokens/s", "drafted, tokens/s", "× plain", "", "spread", "costs")

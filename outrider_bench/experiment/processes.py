@@ -13,7 +13,10 @@ _LOOK_S = 0.1
 
 
 class StackFailed(Exception):
-    """A process ended, or was not ready in time. The message has its last lines."""
+    """A process could not be started, ended or was not ready in time, or a campaign had to stop.
+
+    If a process ended or was not ready in time, the message has its last lines.
+    """
 
 
 @dataclass(slots=True)
@@ -58,13 +61,19 @@ class Processes:
         return {name: await process.child.cpu_s() for name, process in self._all.items()}
 
     async def check(self) -> None:
-        """Raise StackFailed, with its last lines, if a process that should run has ended."""
+        """Raise StackFailed if a process that should run has ended.
+
+        The message has the last lines of the process.
+        """
         for name, process in self._all.items():
             if process.is_wanted and not await process.child.alive():
                 raise StackFailed(f"{name} ended\n{await self._last_lines(name)}")
 
     async def until(self, who: str, is_ready: Callable[[], Awaitable[bool]]) -> None:
-        """Wait until `is_ready`; raise StackFailed after 300 s or when a process ends."""
+        """Wait until `is_ready` returns True.
+
+        Raises StackFailed after 300 s, or when a process ends.
+        """
         try:
             async with asyncio.timeout(_READY_S):
                 while not await is_ready():

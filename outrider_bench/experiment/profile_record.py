@@ -16,7 +16,7 @@ NEVER = "never"
 
 
 class Conditions(BaseModel):
-    """The machine's other load during the measurements."""
+    """The machine's load before the measurements and at their end."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -73,14 +73,18 @@ class Profile(BaseModel):
 
     @property
     def described(self) -> str:
-        """The origin of the costs, and the machine's other load while they were measured."""
+        """The origin of the costs, and the machine's load when they were measured."""
         source = self.costs.source.partition(". ")[0]
         if self.conditions is None:
             return source
         return f"{source}, measured {self.conditions.described(self.cores)}"
 
     def serving_at(self, way: str, batch: int) -> Serving:
-        """Return the costs of serving in a decoding mode, interpolated between batch sizes."""
+        """Return the costs of serving in a decoding mode, for a batch size.
+
+        The times of the network and the slowness are interpolated between batch sizes. The other
+        fields are those of the smallest batch.
+        """
         low, high = self._at(way)
         share = min(max((batch - low.batch) / max(high.batch - low.batch, 1), 0.0), 1.0)
         names = ("client_s", "round_trip_s", "jitter_s", "slowness")
@@ -91,7 +95,7 @@ class Profile(BaseModel):
         return low.model_copy(update=between)
 
     def costs_at(self, way: str, *, beside: bool = True) -> Costs:
-        """Return the cost table while the machine serves in a decoding mode.
+        """Return the cost table for a machine that serves in a decoding mode.
 
         With `beside`, drafters on other cores of the host slow down the forwards; else they do not.
         """
@@ -104,7 +108,8 @@ class Profile(BaseModel):
     def _at(self, way: str) -> tuple[Serving, Serving]:
         """Return the costs of serving in a decoding mode at the smallest and the largest batch.
 
-        A mode that was not measured has the costs of plain decoding, with the table's link.
+        A mode that was not measured has the costs of plain decoding, and the network of the table's
+        `host_link`.
         """
         found = [serving for serving in self.serving if serving.way == way]
         if not found:

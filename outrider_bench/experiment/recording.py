@@ -19,7 +19,8 @@ from outrider_bench.simulator.world import RIGHT
 WRONG = "-"
 # Drafts go on after the end of an answer, so this many more tokens are recorded.
 _BEYOND = 32
-# A draft model remembers this many alternatives to a guess, as in drafter_svc.families.forwards.
+# In a chain, a draft model remembers this many alternatives to a guess, as in
+# drafter_svc.families.forwards.
 _ALTERNATIVES = 3
 
 
@@ -35,7 +36,7 @@ class Recorder:
     """Runs a target and draft models once for each prompt."""
 
     def __init__(self, target: Path, dtype: str, draft_models: dict[str, Path]) -> None:
-        """`draft_models` maps the name under which a model's guesses are kept to its directory."""
+        """`draft_models` maps the name that a model's guesses get to the model's directory."""
         self._target = target
         self._dtype = dtype
         self._draft_models = draft_models

@@ -26,7 +26,7 @@ COSTS = Path("predicted/costs.json")
 """File in a run's folder: a sentence about the costs behind its predictions."""
 
 PLAIN = "plain"
-"""Plain decoding, with no drafter running."""
+"""Plain decoding, without drafts."""
 DRAFTED = "drafted"
 """Speculative decoding with the drafters of the cell."""
 OURS = (PLAIN, DRAFTED)
@@ -53,7 +53,7 @@ class Machine:
 
     @property
     def fingerprint(self) -> str:
-        """Eight digits of a hash of everything that does not change between two runs."""
+        """Eight digits of a hash of all fields except `kernel` and `python`."""
         fixed = [self.host, self.processor, self.cores, self.memory_bytes, self.gpus, self.torch]
         return hashlib.sha256(json.dumps(fixed).encode()).hexdigest()[:8]
 
@@ -94,7 +94,10 @@ class Folder:
 
     @classmethod
     def of(cls, out: Path, experiment: Experiment, machine: Machine, commit: str) -> Folder:
-        """Return the folder for this machine, experiment and commit, see `machine.commit`."""
+        """Return the folder for this machine, experiment and commit.
+
+        The function `commit` of the module `machine` returns the commit.
+        """
         digest = hashlib.sha256(experiment.model_dump_json().encode()).hexdigest()[:8]
         return cls(out / experiment.name / f"{machine.fingerprint}-{commit}-{digest}")
 
@@ -126,7 +129,7 @@ class Folder:
     def measurements(
         self, cell_key: str, *, predicted: bool = False
     ) -> Iterator[tuple[int, Measurement]]:
-        """Yield all measurements of a cell with their repetition, in order of repetition."""
+        """Yield each measurement of a cell with its repetition's number, in the numbers' order."""
         files = self._cell(cell_key, predicted=predicted).glob("*.json")
         numbered = sorted([(int(file.suffixes[-2][1:]), file) for file in files])
         for repetition, file in numbered:

@@ -3,7 +3,7 @@
 A cell is a combination of the experiment's settings. Repetitions go over all stacks and cells,
 alternately forwards and backwards, so that a machine that gets slower or faster affects all cells
 alike. The verifier keeps running while drafters start and end. Plain decoding is measured right
-before its cells' drafters start.
+before the drafters of the same cells start.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ class Serving(BaseModel):
     round_trip_s: NotNegative = 0.0
     """Seconds from a verdict to the draft for it, drafting excluded."""
     jitter_s: NotNegative = 0.0
-    """The most seconds by which a message is later than that, in each direction."""
+    """The largest additional delay of a message in each direction, in seconds."""
     slowness: NotNegative = 1.0
     """Time of drafting over its time on the idle machine."""
 
@@ -83,7 +83,7 @@ def busy(costs: Costs, one: Serving, many: Serving) -> Costs:
     span = max(many.sequences - one.sequences, 1e-9)
 
     def slowdown(sequences: int) -> float:
-        """Return how much longer a forward takes, interpolated between the two measured loads."""
+        """Return the factor by which a forward is slower, interpolated between the two loads."""
         share = min(max((sequences - one.sequences) / span, 0.0), 1.0)
         return one.slowdown + share * (many.slowdown - one.slowdown)
 

@@ -235,7 +235,7 @@ class Experiment(_Part):
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One combination: its values, keyed by path, and the experiment with them and no sweep."""
+    """One combination: its values, keyed by path, and the experiment with them, without a sweep."""
 
     point: dict[str, Any]
     experiment: Experiment
@@ -271,7 +271,7 @@ def load(path: Path) -> Experiment:
 
 
 def drafters_of(experiment: Experiment) -> Iterator[tuple[str, Drafter]]:
-    """Yield the drafters of a cell's experiment that run, keyed by name and in order."""
+    """Yield the name and the settings of each drafter that a cell's experiment runs, in order."""
     for name in experiment.use:
         yield name, experiment.drafters[name]
 

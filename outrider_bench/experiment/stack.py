@@ -2,7 +2,7 @@
 
 A cell is a combination of an experiment's settings. `server` starts a verifier with its gateway,
 `drafting` starts links and drafters, and `run.py` nests the two. The server stays while drafters
-and links come and go, so cells with one target need only one start of a server.
+and links come and go, so cells with the same target need only one start of a server.
 """
 
 from __future__ import annotations
@@ -209,7 +209,7 @@ def _grown(drafter: Drafter, target: Target, model: Path) -> Drafter:
 async def start_link(
     processes: Processes, name: str, targets: list[str]
 ) -> tuple[LinkControl, dict[str, str]]:
-    """Start a link; return its control, and the address at which it listens for each target."""
+    """Start a link; return its control and, for each target, the address where the link listens."""
     fronts = {target: f"{LOOPBACK}:{free_port()}" for target in targets}
     control_port = free_port()
     forwards = {front: target for target, front in fronts.items()}

@@ -58,7 +58,7 @@ class Sizes:
     repeats: int
 
     def short(self) -> Sizes:
-        """Return sizes that take a minute: one context, no prompts, and up to five draft tokens."""
+        """Return sizes that take a minute or two: one context, no prompts, at most 5 new tokens."""
         return replace(self, contexts=self.contexts[:1], tokens=self.tokens[:2], beside_prompt=[])
 
 

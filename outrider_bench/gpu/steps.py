@@ -118,7 +118,7 @@ def _steps(
         _longest_kernels(lines, model, *shape)
     for others in beside:
         lines.check()
-        # A prompt's chunk fills the forward.
+        # A prompt's chunk fills the rest of the forward.
         length = sizes.forward_tokens - others
         slices = _slices(others + 1, contexts[0], length)
         decoding = [replace(part, token_ids=[1], logit_count=1) for part in slices[:-1]]

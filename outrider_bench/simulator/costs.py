@@ -115,13 +115,17 @@ class Costs(_Table):
 
     @property
     def host_link(self) -> LinkShape:
-        """The link between drafter and verifier on one host: the table's, else 0.4 ms of gRPC."""
+        """The link between drafter and verifier on one host.
+
+        If the table has none, the link's round trip is 0.4 ms, as long as gRPC takes.
+        """
         return self.links.get("drafter", LinkShape.model_validate({"round_trip_ms": 0.4}))
 
     def forward_s(self, sequences: int, tokens: int, prompt_tokens: int = 0) -> float:
         """Return the seconds of a forward.
 
-        The forward has `tokens` tokens of `sequences` decoding sequences, and `prompt_tokens`.
+        The forward has `tokens` tokens of `sequences` decoding sequences, and `prompt_tokens`
+        tokens of prompts.
         """
         key = (sequences, tokens)
         seconds = self._known.get(key)

@@ -2,8 +2,8 @@
 
 Every actor (an engine, a drafter, a link, the traffic) runs in its own events. An event begins with
 the clock at its time and may move the clock forward: this is how work takes time. The next event
-may begin before the last event's end, because actors work at the same time. For each single actor,
-time only goes forward.
+may begin before the previous event's end, because actors work at the same time. For each single
+actor, time only goes forward.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ class Events:
 class Work:
     """A simulated drafter's coroutine awaits this to work in parts, until a message comes.
 
-    `ends` are the times at which the parts end, in seconds from now, rising. The part in progress
-    when a message comes is the last. The result is the number of parts done. Without parts, the
-    coroutine sleeps until a message comes.
+    `ends` are the times at which the parts end, in seconds from now, rising. The part that is in
+    progress when a message comes is the last part that is done. The result is the number of parts
+    done. Without parts, the coroutine sleeps until a message comes.
     """
 
     ends: list[float]

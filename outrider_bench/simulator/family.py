@@ -1,4 +1,4 @@
-"""A drafter family for the simulator: its guesses are right with the acceptance in its settings."""
+"""A drafter family for the simulator: its setting `acceptance` says how often a guess is right."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class SimulatedFamily(Family):
             self._extend(sequence, min(goal, passes))
 
     def _pass_s(self, goals: list[int], number: int) -> float:
-        """Return the seconds of pass `number`: it drafts for sequences with a higher goal."""
+        """Return the seconds of pass `number`, which drafts for goals higher than `number`."""
         return self._slowness * self._cost.of_token(len([goal for goal in goals if goal > number]))
 
     def _extend(self, sequence: DraftSequence, count: int) -> None:

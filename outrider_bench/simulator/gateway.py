@@ -13,7 +13,7 @@ _POLL_S = 1.0
 
 
 class GatewayActor:
-    """Counts running requests, and refuses requests that would end after `timeout_s` seconds.
+    """Counts running requests, and refuses requests that would take longer than `timeout_s`.
 
     Without a timeout it refuses no requests.
     """

@@ -1,4 +1,4 @@
-"""The family `head` in virtual time: its offers are recorded, and its rounds take a table's time.
+"""The family `head` in virtual time: its offers are recorded; a cost table times its rounds.
 
 Features have sizes but no content.
 """
@@ -62,7 +62,7 @@ class SimulatedStates:
 
 
 class SimulatedHead:
-    """A `HeadWorker` that computes nothing. Rounds follow each other, as on its thread."""
+    """A `HeadWorker` that computes nothing. Rounds follow each other, as on a worker's thread."""
 
     fatal = (Exception,)
     device = torch.device("cpu")

@@ -37,7 +37,7 @@ _CONTEXT = 128
 _PROMPTS = (32, 256)
 _REPEATS = 100
 # The number of rounds, and the seconds for a point in each round. Each round measures all points,
-# so that a period of other work on the machine spoils no point in all rounds.
+# so that a period of other work on the machine does not spoil all measurements of a point.
 _ROUNDS = 4
 _POINT_S = 0.12
 # The number of tokens in a run that one call guesses.
@@ -123,7 +123,9 @@ def _forwards(target: ModelRunner, sequences: list[int]) -> list[Forward]:
     best_s = _in_rounds(points, lambda point: _forward_s(target, *point))
 
     def least_s(count: int, tokens: int) -> float:
-        """Return the seconds of the fastest forward of at least these sequences and tokens in all.
+        """Return the seconds of the fastest forward that is at least as large.
+
+        Such a forward has at least `count` sequences, and at least as many tokens in total.
 
         More work does not take less time. If it did, something disturbed the smaller forward.
         """

@@ -1,6 +1,6 @@
 """The production families in virtual time.
 
-Only the durations of lookups and forwards and the draft model's answers are simulated.
+Only two things are simulated: how long lookups and forwards take, and the draft model's answers.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Forwards take the time of a cost table, and the simulated world decides which guesses are right.
 
-Its classes replace `outrider.lm.runner.ModelRunner` and
+This module's classes replace `outrider.lm.runner.ModelRunner` and
 `verifier_svc.verification.batch.DraftVerifier`, and compute no logits.
 """
 

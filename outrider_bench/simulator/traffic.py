@@ -84,7 +84,7 @@ class Traffic:
         self._marks: dict[tuple[int, ...], int] = {}
         self._recording = scenario.recording or []
         self._warm_up = min(scenario.warm_up, len(self._recording))
-        # Clients that wait for the end of the warm-up.
+        # The number of clients that wait for the end of the warm-up.
         self._waiting = 0
         self.on_measured: Callable[[], object] = lambda: None
         """Called before the first measured request is sent."""

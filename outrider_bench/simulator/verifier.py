@@ -18,7 +18,7 @@ from verifier_svc.state.target_device import TargetDevice
 
 _PAGE_SIZE = 16
 _TRIAL_CONTEXT = 128
-# Trial forwards run this long before a verifier serves.
+# Trial forwards begin this long before a verifier serves.
 _WARM_UP_S = 1000.0
 TARGET_DEVICE = TargetDevice(cores=frozenset({0}))
 

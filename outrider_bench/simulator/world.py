@@ -45,7 +45,7 @@ class DrawnText:
     tokens: list[int] = field(default_factory=list)
     """The text after the prompt."""
     hard: list[bool] = field(default_factory=list)
-    """True if each of `tokens` lies in a hard stretch."""
+    """For each of `tokens`, True if it lies in a hard stretch."""
     tenant: str = ""
     prompt_ids: list[int] = field(default_factory=list)
     """The prompt's tokens if they were recorded. `number` replaces the first token."""
@@ -56,7 +56,7 @@ class DrawnText:
 
     @property
     def prompt(self) -> list[int]:
-        """The prompt's tokens, `number` first; after it zeros if they were not recorded."""
+        """The prompt's tokens, `number` first. Tokens that were not recorded are zeros."""
         return [self.number, *(self.prompt_ids[1:] or [0] * (self.prompt_length - 1))]
 
 
@@ -68,8 +68,8 @@ class World:
 
     def __init__(self, seed: int, hard_share: float = 0.0) -> None:
         self.offers: Mapping[tuple[int, ...], Mapping[str, Sequence[Offer]]] = {}
-        """Keyed by recorded prompt and drafter, the offers of a head: after the prompt and after
-        each token of the output."""
+        """The offers of a head after the prompt and after each token of the output, keyed by
+        recorded prompt and by drafter."""
         self._seed = seed
         self._hard_share = hard_share
         self._texts: dict[int, DrawnText] = {}

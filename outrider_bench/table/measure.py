@@ -1,4 +1,4 @@
-"""Sends each prompt in every decoding mode, in turns, and writes a row for each answer."""
+"""Sends each prompt in every decoding mode, in turns; writes a row for each mode of a turn."""
 
 from __future__ import annotations
 
@@ -36,7 +36,9 @@ BY_GRAMMAR = "by a grammar"
 
 
 def prompts_of(settings: TableSettings, encoder: Encoder) -> dict[str, list[Prompt]]:
-    """Return up to `settings.count` prompts of each kind that fit, and one more to warm up with.
+    """Return prompts of each kind: up to `settings.count`, and one more to warm up with.
+
+    A prompt and its answer have at most `MOST_TOKENS` tokens.
 
     Raises ValueError that names the file and the line, or the kind with too few prompts.
     """
@@ -74,8 +76,8 @@ def mixed(prompts: Mapping[str, Sequence[Prompt]]) -> dict[str, list[Prompt]]:
 def turns(settings: TableSettings, prompts: Mapping[str, Sequence[Prompt]]) -> Iterator[Turn]:
     """Yield all turns in order.
 
-    A cell is a batch size and a temperature. Each cell gets some prompts of every kind early, in
-    case time runs out.
+    A cell is a batch size and a temperature. Within a cell the kinds alternate, so that all kinds
+    have some answers if time runs out in the cell.
 
     At batch 1, a turn is a single prompt. At larger batches, a turn has all prompts of a group:
     when an answer ends, the next prompt takes its place. If a turn were one batch, it would end

@@ -20,7 +20,9 @@ from outrider_bench.settings import TableSettings
 from outrider_bench.table.rows import PLAIN, Answer
 
 Ask = Callable[[Sequence[Request], int, float, str], Awaitable[Answer]]
-"""Gets a mode's answers to requests, from the number at once, the temperature and the tenant."""
+"""Sends requests in a mode, and returns the answers.
+The other arguments are the number of requests at once, the temperature and the tenant.
+"""
 MOST_TOKENS = 2048
 """The maximum number of tokens of a prompt and its answer in vLLM's process."""
 MOST_AT_ONCE = 8

@@ -38,8 +38,9 @@ async def line_peer(
 ) -> AsyncIterator[Ask]:
     """Start a process that answers each JSON line with a JSON line; it also gets `environment`.
 
-    Waits for the line with which the process says that it is ready. Processes that load at once
-    would slow each other down, and processes of vLLM would overwrite each other's compiled kernels.
+    Waits for the line with which the process says that it is ready, because processes that load at
+    the same time would slow each other down. Those of vLLM would also overwrite each other's
+    compiled kernels.
     The start and every later question raise PeerDied, with the end of the process's standard error,
     if the process dies.
     """

@@ -30,7 +30,8 @@ class _Method:
     speculative: Mapping[str, Any] | None = None
     """vLLM's `speculative_config`."""
     drafter: Sequence[str] | None = None
-    """None for vLLM's scheduler. With ours, the flags of our drafter; empty for no drafter."""
+    """None if vLLM runs its own scheduler. If it runs Outrider's scheduler, the flags of
+    Outrider's drafter; empty if there is no drafter."""
 
 
 async def started(
@@ -85,9 +86,10 @@ def _vllm_methods(settings: TableSettings) -> dict[str, _Method]:
 async def _start_vllm(
     python: Path, target: Path, method: _Method, running: AsyncExitStack
 ) -> peer_process.Ask:
-    """Start vLLM, with our scheduler if `method.drafter` is set, and our drafter if it has flags.
+    """Start vLLM, with Outrider's scheduler unless `method.drafter` is None.
 
-    Asking raises PeerDied with the drafter's last lines if it has died.
+    If `method.drafter` has flags, Outrider's drafter is started with them. If the drafter has died,
+    asking raises PeerDied with its last lines.
     """
     flags = ["--dtype", "auto", "--max-sequences", str(MOST_AT_ONCE)]
     listen = f"{LOOPBACK}:{free_port()}"

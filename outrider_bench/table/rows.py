@@ -39,7 +39,8 @@ class Row:
     drafts: int
     """Drafts that were verified."""
     accepted: tuple[int, ...]
-    """For each position in the draft from 0: the number of drafts whose token was accepted."""
+    """For each position in the draft from 0: the number of drafts whose token there was accepted.
+    """
     texts: tuple[str, ...]
 
     @classmethod

@@ -5,7 +5,8 @@ The process says "ready" and answers each JSON line with a JSON line. In: {"prom
 [structured_outputs or null], "ignore_eos": true}. Out: {"sample": the fields of
 `outrider_bench.sample.Sample`, "output_ids": [[ids]]}. The process keeps `batch` requests in
 progress: when a request ends, the next begins. The process imports Outrider only with `--drafts`:
-vLLM's scheduler then takes drafts from drafters that dial OUTRIDER_VERIFIER_LISTEN.
+vLLM then runs Outrider's scheduler, which takes drafts from drafters that dial
+OUTRIDER_VERIFIER_LISTEN.
 """
 
 from __future__ import annotations

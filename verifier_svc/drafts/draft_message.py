@@ -32,7 +32,8 @@ class DraftMessage:
     skip_latencies_s: list[float] = field(default_factory=list)
     """For each skip that answers a verdict, the seconds since the drafter was asked."""
     draft_s: float = 0.0
-    """Seconds that the drafter needed to draft the message's proposals, all of them together."""
+    """The longest drafting time that a proposal of the message states (seconds). A drafter mostly
+    drafts a message's proposals together."""
     draft_length: int = 0
     """Tokens of the longest new draft, which determines the drafting time."""
     token_count: int = 0
@@ -131,7 +132,7 @@ def _new_depth(parents: list[int], merged: int) -> int:
 
 
 def _observe_late_draft(assignment: Assignment, proposal: Proposal, committed: list[int]) -> None:
-    """Compare a main path that came too late to be verified with the tokens after its base."""
+    """Compare the main path of a draft that came too late with the tokens committed meanwhile."""
     since = committed[proposal.base_length :]
     if not since:
         return
@@ -165,11 +166,11 @@ class JudgedDraft:
     drafted: int
     """The number of tokens of the assignment's own main path."""
     accepted: int
-    """The number of that path's first tokens that were right."""
+    """The number of tokens that were right at the start of that path."""
     run: int
     """`Assignment.run` before the draft."""
     drafters: dict[str, Drafter]
-    """The drafters of a tree, keyed by id; empty for a chain."""
+    """The sequence's drafters, keyed by id; empty for a chain of one drafter."""
 
     def record(self, metrics: VerifierMetrics, emitted: int) -> None:
         """Count the draft in acceptance rates and metrics; the step committed `emitted` tokens.
@@ -240,7 +241,9 @@ def main_path_count(rows: SequenceOf[int]) -> int:
 def outcomes_by_drafter(
     draft: DraftTree, drafter_id: str, rows: SequenceOf[int]
 ) -> dict[str, tuple[int, list[int]]]:
-    """Return each drafter's token count in a tree, and its accepted tokens' places in the path.
+    """Return each drafter's token count in a tree, and the places of its tokens that were accepted.
+
+    A place is a token's index in the accepted path.
 
     If the tree names no drafters, all its tokens are `drafter_id`'s. `rows` are the accepted rows.
     """

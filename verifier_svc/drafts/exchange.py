@@ -50,9 +50,9 @@ class DraftExchange:
         features: FeatureSource | None = None,
         clock: Clock = monotonic,
     ) -> None:
-        """With `sampled_drafts`, trusted drafters may sample. `features` is the target model.
+        """With `sampled_drafts`, trusted drafters may sample. `features` keeps hidden states.
 
-        Drafters on `target_device` draft while the target waits for them, and at no other time.
+        Drafters on `target_device` do not run ahead, since that would slow down forwards.
         """
         self.roster = Roster(clock)
         self.plan = Plan()
@@ -60,7 +60,7 @@ class DraftExchange:
         self.rejections: list[tuple[Drafter, OutriderError]] = []
         self.features = FeatureSender(features)
         self.assigned = 0
-        """The number of times that a sequence was assigned to a drafter or a drafter left."""
+        """Counts the assignments of sequences to drafters, and the drafters that left."""
         self._planner = planner
         self._sequences = sequences
         self._metrics = metrics
@@ -68,7 +68,7 @@ class DraftExchange:
         self._target_device = target_device
         self._clock = clock
         # Walks that `record_walks` still has to count. Each entry has the assignment, the number of
-        # tokens that were asked for, the number of tokens that were there, the trie's walk, and
+        # tokens that were asked for, the number of tokens that the draft had, the trie's walk, and
         # whether the metrics get the walk.
         self._walks: list[tuple[Assignment, int, int, CommitWalk, bool]] = []
 
@@ -107,7 +107,7 @@ class DraftExchange:
         return drafter
 
     def leave(self, drafter: Drafter) -> None:
-        """Remove a drafter whose stream is over, and assign its sequences to others."""
+        """Remove a drafter whose stream is over, and assign its sequences to other drafters."""
         self.assigned += 1
         orphans = [self._sequences[i] for i in drafter.sequence_ids if i in self._sequences]
         self.roster.leave(drafter)
@@ -178,9 +178,9 @@ class DraftExchange:
         """Add a message's proposals to the tries.
 
         A drafter that breaks the protocol loses its stream; other drafters keep theirs.
-        `arrived_at` is when the message arrived (monotonic seconds; None is now). Without it, the
-        forward since the arrival would count as the drafter's time, and a drafter that just missed
-        a step would seem too slow.
+        `arrived_at` is when the message arrived (monotonic seconds; None is now). Without this
+        time, the forward since the arrival would count as the drafter's time, and a drafter that
+        just missed a step would seem too slow.
         """
         at = self._clock() if arrived_at is None else arrived_at
         is_timed = drafter.round_trip.value > 0.0
@@ -231,7 +231,9 @@ class DraftExchange:
     def send_verdicts(
         self, sequence: Sequence, new_token_ids: list[int], verified: Assignment | None, span: Span
     ) -> None:
-        """Move every trie's root along the committed tokens, and send verdicts as the plan says.
+        """Move the roots of the sequence's tries along the committed tokens, and send verdicts.
+
+        The plan says which drafters get a verdict.
 
         `verified` is the assignment whose draft the step verified; `span` is the step's span.
         `record_walks` later counts which of these tokens the tries had.
@@ -284,7 +286,7 @@ class DraftExchange:
     def count_messages(self) -> None:
         """Count the messages that are about to be sent, and look for drafters that fell silent.
 
-        A silent drafter's sequences are assigned to other drafters if there are any.
+        A silent drafter's sequences are assigned to other drafters too, if there are any.
         """
         now = self._clock()
         for drafter in self.roster.connected.values():
@@ -331,7 +333,8 @@ class DraftExchange:
     ) -> None:
         """Write a step's verdict, with all tokens that the drafter was not told of before.
 
-        Call it after the trie was advanced. If `wanted` is 0, the verdict is a probe.
+        A sequence that is not open at the drafter is opened instead. Call this after the trie was
+        advanced. If `wanted` is 0, the message is a probe.
         """
         was_asked = assignment.asked
         assignment.asked = wanted > 0

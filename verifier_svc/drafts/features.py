@@ -1,7 +1,7 @@
 """Sends drafters the features that they asked for: chosen hidden states of committed tokens.
 
-A token's features wait in its assignment until the drafter is told of the token. So a drafter that
-is not asked for drafts costs no messages.
+A token's features wait in its sequence's assignment to the drafter until the drafter is told of the
+token. So a drafter that is not asked for drafts costs no messages.
 """
 
 from __future__ import annotations
@@ -57,7 +57,10 @@ class FeatureSource(Protocol):
     def share_states(
         self, states: Sequence[int], rows: Sequence[int], dtype: str, projection: str = ""
     ) -> SharedRows:
-        """Return the same as a tensor on the target's device, with an entry for each row."""
+        """Return what `copy_states` returns, as a tensor on the target's device.
+
+        The tensor has an entry for each row.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +78,8 @@ class ComputedTokens:
 
 @dataclass(slots=True)
 class _Part:
-    """Computed tokens whose features one drafter gets: their rows in the forward, their place."""
+    """Computed tokens whose features one drafter gets: their rows in the forward, and where the
+    tokens are in the sequence."""
 
     sequence_id: int
     assignment: Assignment
@@ -117,7 +121,7 @@ class FeatureSender:
             drafter.projects_features = True
 
     def watch(self, drafters: Iterable[Drafter]) -> None:
-        """From now on, keep the states that these drafters need of each forward."""
+        """From now on, keep from each forward the states that these drafters read."""
         if self._source is not None:
             requests = [each.hello.feature_request for each in drafters if each.feature_width]
             self.has_readers = bool(requests)
@@ -138,7 +142,8 @@ class FeatureSender:
     def take_rows(self, computed: Iterable[ComputedTokens]) -> None:
         """Take the features of tokens of the last forward, before the step is committed.
 
-        A drafter that joined during the forward gets none if the forward did not keep its states.
+        A drafter that joined during the forward gets none if the forward did not keep the states
+        that it reads.
         """
         if self._source is None:
             return
@@ -186,7 +191,7 @@ def send_held_features(assignment: Assignment) -> None:
 
 
 def copy_held_features(assignment: Assignment) -> None:
-    """Copy features that have to wait beyond their step into memory of their own.
+    """Copy into memory of their own the features that have to wait beyond their step.
 
     The features of a drafter in the verifier's process are parts of a whole step's tensor, and
     would keep all of its memory. Other clients' prompts may have many rows in this tensor.

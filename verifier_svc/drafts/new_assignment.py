@@ -62,7 +62,7 @@ def new_assignment(sequence: Sequence, drafter: Drafter, sampled_drafts: bool) -
 def _kind(sequence: Sequence) -> tuple[bool, bool, bool]:
     """Return whether the request is greedy, has a grammar, and has a prediction.
 
-    Within such a kind of traffic, a drafter's acceptance should be similar.
+    A drafter's acceptance should be similar for all sequences of such a kind of traffic.
     """
     request = sequence.request
     return request.sampling.greedy, request.grammar is not None, bool(request.prediction)

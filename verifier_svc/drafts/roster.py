@@ -28,8 +28,8 @@ MOST_LOST = 32
 The gateway's page, metrics and /readyz name them.
 """
 _MAX_DRAFTERS = 64
-# Drafters of one source may have at most this share of all connections, so that no source takes
-# every connection.
+# Drafters of one source may have at most this share of the `max_drafters` connections, so that no
+# source takes every connection.
 _SOURCE_SHARE = 0.25
 # The maximum number of drafters of a sequence. The limit bounds the cost of drafters in a step,
 # however many are connected.
@@ -37,7 +37,7 @@ PLACES = 4
 
 
 class Roster:
-    """The connected drafters, and those that left a short while ago.
+    """The connected drafters, and the drafters that left in the last ten minutes.
 
     At most `max_drafters` are connected. One source may have at most a quarter of `max_drafters`.
     """
@@ -47,7 +47,8 @@ class Roster:
         self.max_drafters = _MAX_DRAFTERS
         self.connected: dict[str, Drafter] = {}
         """Keyed by id."""
-        # Maps the id of a drafter to the time when it left (seconds); the longest gone comes first.
+        # Maps the id of a drafter to the time when it left (seconds). The drafter that left first
+        # comes first.
         self._gone: dict[str, tuple[float, Drafter]] = {}
         self._turns = 0
         # Times of violations, keyed by `Drafter.blamed`.
@@ -98,7 +99,7 @@ class Roster:
     def forget(self) -> list[str]:
         """Forget drafters that left long ago; return their ids.
 
-        Since drafters choose their ids, only the last MOST_LOST are kept.
+        Since drafters choose their ids, only the MOST_LOST drafters that left last are kept.
         """
         forgotten: list[str] = []
         since = self._clock() - _MISSED_S
@@ -141,9 +142,10 @@ class Roster:
 
         Proven drafters come first: from each family that the sequence lacks, the drafter with the
         fewest sequences. If there are more families than places, the drafters with the most merit
-        get them. One place is left to other drafters, if there are any. Drafters on trial come
-        next, in turn, one of each family. One doubtful drafter comes last, if no assigned drafter
-        is doubtful. It must have no other sequence, unless the request names a drafter or family.
+        get the places. One place is left to a drafter on trial or a doubtful drafter, if there is
+        one. Drafters on trial come next, in turn, one of each family. One doubtful drafter comes
+        last, if no assigned drafter is doubtful. It must have no other sequence, unless the request
+        names a drafter or family.
         """
         options = request.speculation
         if not options.enabled:

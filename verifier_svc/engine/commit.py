@@ -1,6 +1,6 @@
 """Commits one step of a sequence: tokens, pages and verdicts first, chunks and counts later.
 
-Drafters wait for verdicts, and the next step for tokens and pages, so these come first.
+Drafters wait for verdicts, and the next step waits for tokens and pages, so these come first.
 """
 
 from __future__ import annotations
@@ -98,7 +98,8 @@ class Committer:
         """Undo a sequence's part of a step that has to be repeated.
 
         The part's committed tokens stay in the cache, except the last token, whose logits are
-        needed again. All are computed anew if the part scores a prompt or its draft spoilt logits.
+        needed again. If the part scores a prompt, or if its draft spoilt the logits, all of these
+        tokens are computed anew.
         """
         kv = scheduled.sequence.kv
         if not scheduled.scored and not scheduled.is_spoilt:
@@ -181,9 +182,9 @@ class Committer:
         return cut_at_grammars_end(matcher, new)
 
     def _keep_pages(self, sequence: Sequence, drafted: int, accepted: int) -> None:
-        """Keep the cache of the accepted tokens and free the pages of the rejected tokens.
+        """Keep the keys and values of the accepted tokens; free the pages of the rejected tokens.
 
-        The next forward computes the cache of the target's own token.
+        The next forward computes the keys and values of the target's own token.
         """
         sequence.kv.num_computed_tokens += accepted
         if accepted < drafted:

@@ -25,8 +25,8 @@ class LanguageModel(Protocol):
     def move_tokens(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy keys and values between slots of the flattened cache, in every layer.
 
-        All sources are read before a target is written. A sequence's moves are in ascending order,
-        and each goes towards the sequence's start.
+        All sources are read before any target is written. A sequence's moves are in ascending
+        order, and each goes towards the sequence's start.
         """
 
 

@@ -1,4 +1,4 @@
-"""The objects that the intake, the wait for drafts and the commit of one engine share."""
+"""The objects that the intake, the commit and the endings of one engine share."""
 
 from __future__ import annotations
 

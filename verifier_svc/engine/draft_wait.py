@@ -1,8 +1,8 @@
 """Decides how much longer a step waits for its pending drafts; the engine's caller sleeps.
 
 `verifier_svc/policy/waits.py` decides the longest wait, which the plan holds as `wait_s`. `poll`
-ends the wait earlier, once no missing draft would improve the step. A drafter whose draft does not
-come in time gets a longer measured latency.
+ends the wait earlier, once no missing draft would improve the step. If a draft does not come in
+time, its drafter's measured round trip rises.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from verifier_svc.state.step_clock import StepClock
 
 # A wait for drafts holds client chunks for at most this long.
 _MAX_HOLD_S = 0.005
-# An outline still holds if at most this share of its sequences has ended since it was made.
+# An outline holds only if at most this share of its sequences has ended since it was made.
 _ENDED_SHARE = 0.125
 
 
@@ -64,15 +64,17 @@ class DraftWait:
         # The plan of the next step, and the time when it was made.
         self._plan: Plan | None = None
         self._began = 0.0
-        # The outline of the next step, if there is one, and `DraftExchange.assigned` at that time.
+        # The outline of the next step, if there is one, and `DraftExchange.assigned` when the
+        # outline was made.
         self._outline: Outline | None = None
         self._assigned = 0
 
     def outline(self) -> None:
         """Plan the next step, as far as that is possible, while a device computes this step.
 
-        No outline is made in a step that reads prompts, since the next step also decodes the
-        sequences of these prompts.
+        No outline is made without drafters, or while a sequence waits for masks. In a step that
+        reads prompts, none is made either, since the next step also decodes the sequences of these
+        prompts.
         """
         running = self._batch.running.values()
         if not self._drafting.roster.connected:
@@ -84,7 +86,7 @@ class DraftWait:
         self._outline = self._planner.outline(running, self._drafting.plan, self._step + 1)
 
     def poll(self) -> float:
-        """Plan the next step, and say when to poll again (seconds); 0 when the step should begin.
+        """Plan the next step; return the seconds until the next poll, or 0 to begin the step.
 
         The first call after a step admits sequences and makes the plan. Each later call checks
         again which drafts are missing: some may have come, and some may no longer pay.
@@ -127,9 +129,9 @@ class DraftWait:
         return plan
 
     def _outlined(self, free: list[Sequence]) -> Plan | None:
-        """Return the outline's plan.
+        """Return the outline's plan, finished with the drafts that have come.
 
-        Return None if there is no outline, or if the batch or its drafters changed.
+        Return None if there is no outline, or if the batch or its drafters changed too much.
         """
         outline = self._outline
         self._outline = None
@@ -157,7 +159,7 @@ class DraftWait:
         return remaining_s
 
     def _awaited(self, plan: Plan) -> list[Assignment]:
-        """Return the missing drafts of `plan.wait_for` that promise more than the present ones."""
+        """Return missing drafts of `plan.wait_for` that promise more than the drafts at hand."""
         awaited: list[Assignment] = []
         if not plan.wait_for:
             return awaited
@@ -174,8 +176,8 @@ class DraftWait:
         """Raise the measured round trip of drafters whose drafts did not come.
 
         A longer round trip makes waiting for the drafter worth less. So the engine waits for it
-        less and less, and in the end not at all. A drafter that never answered for a sequence is
-        exempt: it may still be computing the prompt.
+        less and less, and in the end not at all. A drafter that has never answered for a sequence
+        is not penalised for it: the drafter may still be computing the prompt.
         """
         missing = [assignment for assignment in missing if assignment.answered_length > 0]
         waited_s = now - self._began

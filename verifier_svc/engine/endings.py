@@ -27,7 +27,10 @@ class Endings:
         self._drafting.close(sequence)
 
     def fail(self, sequence: Sequence, error: OutriderError) -> None:
-        """End a sequence with an error, which its caller gets after all its tokens."""
+        """End a sequence with an error, which its caller gets after the tokens.
+
+        The caller does not get tokens that still wait for `min_chunk_tokens`.
+        """
         self._outbox.catch_up()
         self._outbox.add(sequence.sink, error)
         self.end(sequence)

@@ -22,8 +22,8 @@ class EngineThread(Generic[_Engine]):
     """Builds and runs an engine on a daemon thread. Create and use it on a running event loop.
 
     The thread that runs the model also loads it and warms it up. OpenMP keeps a team of workers for
-    each thread that ever computed, and if two teams share the cores, workers stop spinning between
-    their tasks. With two teams, the step of a small model took more than twice as long.
+    each thread that ever computed. If two teams share the cores, workers stop spinning between
+    their tasks. With two teams, the step of a small model took more than twice as long as with one.
     """
 
     def __init__(self, build: Callable[[Callable[[list[Delivery]], None]], _Engine]) -> None:
@@ -66,7 +66,10 @@ class EngineThread(Generic[_Engine]):
         self.engine.post(work)
 
     async def call(self, work: Callable[[], _Result]) -> _Result:
-        """Run `work` on the engine's thread between two steps; return or raise what it does."""
+        """Run `work` on the engine's thread between two steps.
+
+        Returns what `work` returns, and raises what it raises.
+        """
         done: asyncio.Future[_Result] = self._loop.create_future()
 
         def settle(error: Exception | None, result: _Result | None) -> None:

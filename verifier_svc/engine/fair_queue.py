@@ -30,7 +30,7 @@ class FairQueue:
         self._by_tenant.setdefault(sequence.request.tenant, deque()).append(sequence)
 
     def put_back(self, sequence: Sequence) -> None:
-        """Put a sequence that has run already ahead of its tenant's younger sequences."""
+        """Put back a sequence that has run before, ahead of its tenant's younger sequences."""
         own = self._by_tenant.setdefault(sequence.request.tenant, deque())
         younger = (i for i, other in enumerate(own) if other.arrival > sequence.arrival)
         own.insert(next(younger, len(own)), sequence)
@@ -39,7 +39,7 @@ class FairQueue:
         """Return the sequence whose turn it is, given each tenant's number of running sequences.
 
         The queue must not be empty. If several tenants have equally few running sequences, the
-        tenant that has waited longest is first.
+        tenant whose first sequence arrived earliest has its turn.
         """
         heads = [sequences[0] for sequences in self._by_tenant.values()]
         if len(heads) == 1:
@@ -60,7 +60,8 @@ class FairQueue:
 
         The tenant with the most waiting sequences loses its youngest sequence that never ran, here
         or at another verifier. After that it must still have at least as many waiting sequences as
-        `tenant`, so that the two tenants cannot displace each other in turns.
+        `tenant` has with its new sequence, so that the two tenants cannot displace each other in
+        turns.
         """
         longest = max(self._by_tenant.values(), key=len, default=deque())
         own = len(self._by_tenant.get(tenant, ()))

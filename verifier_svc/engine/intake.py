@@ -141,9 +141,9 @@ class Intake:
             self._drafting.roster.check_known(request.speculation)
 
     def _make_room(self, request: TokenRequest) -> None:
-        """Raise OVERLOADED if the queue is full, unless another tenant has more than its share.
+        """Raise OVERLOADED if the queue is full and `FairQueue.to_displace` finds no sequence.
 
-        In that case the other tenant's youngest sequence that never ran ends with OVERLOADED.
+        If it finds a sequence of another tenant, that sequence ends with OVERLOADED instead.
         """
         waiting = self._scheduler.waiting
         try:
@@ -166,7 +166,10 @@ def new_sequence(
     policy: DraftTokensPolicy,
     now: float,
 ) -> Sequence:
-    """Make sequence `number` for a request that arrived at `now`. `policy` bounds its drafts."""
+    """Make sequence `number` for a request that arrived at `now`.
+
+    `policy` bounds its drafts, unless the request does.
+    """
     depth = request.speculation.draft_tokens
     if depth is None:
         depth = policy.max_draft_tokens

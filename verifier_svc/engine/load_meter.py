@@ -10,12 +10,12 @@ from verifier_svc.policy.forward_cost import ForwardCost
 from verifier_svc.state.sequence import Sequence
 
 # The mean time in the batch covers about `_SEQUENCES` sequences, or `_BATCHES` full batches if
-# these have more sequences. The windows are wide, since a small error of the mean grows with the
-# length of the queue.
+# these have more sequences. The window is this wide because the estimated wait multiplies an error
+# of the mean by the length of the queue.
 _SEQUENCES = 64
 _BATCHES = 4
-# Until a sequence has ended, each sequence is expected to take this many forwards, as for a short
-# answer. A verifier that has timed nothing yet must not announce waits of minutes to a burst.
+# Until a first sequence has ended, each sequence is expected to take this many forwards, as for a
+# short answer. A verifier that has timed nothing yet must not announce waits of minutes to a burst.
 _FIRST_FORWARDS = 128.0
 
 
@@ -40,7 +40,7 @@ class LoadMeter:
         self._most_waiting = most_waiting
         self._recent = max(_SEQUENCES, _BATCHES * most_running)
         self._ended_count = 0
-        # Means of the recent sequences. Only computed prompt tokens count, not cached tokens.
+        # Means of the recent sequences. Of a prompt, only computed tokens count, not cached tokens.
         self._sequence_s: float | None = None
         self._forwards = 0.0
         self._prompt_tokens = 0.0
@@ -51,7 +51,7 @@ class LoadMeter:
         self._admitted_count = len(self._running)
 
     def ended(self, sequence: Sequence, now: float) -> None:
-        """Count how long a sequence was in the batch, at most until its client stopped reading."""
+        """Count an ended sequence's time in the batch, at most until its client stopped reading."""
         if sequence.scheduled_at is None:
             return
         if sequence.unread_at is not None:
@@ -80,8 +80,8 @@ class LoadMeter:
         """Return how long a sequence stays in a batch of `places` sequences.
 
         Return None if nothing was timed. Recent sequences may have run alone, far faster than in a
-        full batch. The result is therefore at least the time of a recent sequence's mean number of
-        forwards in a full batch, plus the time of one prompt for each place.
+        full batch. The result is therefore at least the time that the mean number of forwards of
+        recent sequences takes in a full batch, plus the time of one prompt for each place.
         """
         if not self._cost.known:
             return self._sequence_s

@@ -64,7 +64,7 @@ _MASK_POLL_S = 0.05
 
 
 class Engine:
-    """Owns every sequence. Other threads may call only `post` and `stop`.
+    """Owns every sequence. Other threads may call only `post`, `stop` and `clock`.
 
     `launches` means that the model's `forward` returns before the device has computed. For
     `target_device`, `sampled_drafts` and `features` see `DraftExchange`. Masks are computed on
@@ -145,7 +145,7 @@ class Engine:
         )
         self._endings = Endings(shared)
         self._committer = Committer(shared, self._endings, self._spans, model.eos_token_ids)
-        self._left_out = False  # whether the step in progress has to be repeated for a sequence
+        self._left_out = False  # whether a sequence has to repeat its part of the step in progress
         self._baseline = False  # true if no drafter computes during the step in progress
 
     # --- from other threads ---
@@ -175,11 +175,12 @@ class Engine:
         span: Span = NO_SPAN,
         matcher: Matcher | None = None,
     ) -> Sequence:
-        """Queue a request, with its grammar's state; its chunks, or an error, go to `sink`.
+        """Queue a request, with its grammar's state; its chunks, and any error, go to `sink`.
 
         Raises OutriderError: CONTEXT_LENGTH_EXCEEDED if the request can never fit the cache,
         OVERLOADED if the queue is full, DRAFTER_NOT_FOUND if it names an unknown drafter,
-        INVALID_VALUE if it wants relaxed acceptance and the model has no thinking phase.
+        INVALID_VALUE if it wants relaxed acceptance and the model has no thinking phase, or if its
+        committed tokens hold an end token.
         """
         return self._intake.submit(request, sink, span, matcher)
 
@@ -323,7 +324,8 @@ class Engine:
     def _verify(self, batch: list[ScheduledSequence]) -> list[Verified | OutriderError | None]:
         """Run the forward and verify the drafts; if that fails, every sequence gets the error.
 
-        A sequence whose masks are late gets None: its step has to be repeated.
+        A sequence whose masks are late, or whose draft spoilt its logits, gets None: its part of
+        the step has to be repeated.
 
         Raises torch.AcceleratorError if the device failed.
         """
@@ -435,9 +437,9 @@ class Engine:
         """Export a step that followed `plan`, and update the cost model with its duration.
 
         `since_last_s` is the time from the end of the previous step to the end of this step. The
-        metrics get the seconds of the same forward on an idle machine; 0 if the step held prompts,
-        or if no trial forward has run. Steps that are not typical update no cost, and neither do
-        steps that score a prompt, because ordinary steps do not pay that cost.
+        metrics get the seconds of the same forward on an idle machine; 0 if the step held prompts
+        or was not typical, or if no trial forward has run. Steps that are not typical update no
+        cost, and neither do steps that score a prompt, because ordinary steps do not pay that cost.
         """
         isolated_forward_s = 0.0
         scored = [scheduled for scheduled in batch if scheduled.scored]

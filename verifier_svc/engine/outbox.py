@@ -41,7 +41,7 @@ class Outbox:
         self._later.append(work)
 
     def catch_up(self) -> None:
-        """Do the kept work, and count the drafts that were there at the last commits."""
+        """Do the kept work, and record what the tries had of the last commits' tokens."""
         self._drafting.record_walks()
         while self._later:
             self._later.pop(0)()
@@ -68,7 +68,7 @@ class Outbox:
             self._deliver(messages)
 
     def send_to_clients(self) -> None:
-        """Deliver all kept client messages in one call, after the work that was kept."""
+        """Do the work that was kept, then deliver all kept client messages in one call."""
         self.catch_up()
         if self._to_clients:
             messages = self._to_clients

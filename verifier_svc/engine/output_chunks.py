@@ -52,9 +52,9 @@ def cut_at_grammars_end(matcher: Matcher, new: list[int]) -> bool:
 
 
 def sources_of(draft: DraftTree, rows: SequenceOf[int], count: int) -> list[TokenSource]:
-    """Return the source of each of the `count` tokens that a step committed.
+    """Return the source of each of the `count` tokens that a step committed to a sequence.
 
-    The step accepted the draft's `rows`.
+    The step accepted the `rows` of the sequence's draft.
     """
     if not draft.token_ids:
         return [TokenSource.PLAIN] * count

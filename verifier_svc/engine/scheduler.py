@@ -61,7 +61,7 @@ class Scheduler:
         )
         self.preemption_count = 0
         self.prompt_token_count = 0
-        """The number of tokens that all sequences had when they were admitted."""
+        """The total number of tokens that sequences had when they were admitted."""
         self.cached_token_count = 0
         """The number of tokens of admitted sequences that the prefix cache held."""
         # The tenant of all sequences of the step in progress; None if they have several tenants.
@@ -139,7 +139,7 @@ class Scheduler:
         """Build the next batch from the admitted sequences; empty when there is nothing to do.
 
         `trees` and `draft_tokens` are keyed by sequence id. A sequence that is not in `trees` gets
-        its best chain, of at most its `draft_tokens`. A sequence that waits for masks keeps the
+        its best chain, of at most its `draft_tokens`. A sequence that waited for masks keeps the
         draft for which they were requested.
         """
         batch: dict[int, ScheduledSequence] = {}
@@ -197,7 +197,7 @@ class Scheduler:
         return self._shares.divide(ready, tenants, drafted)
 
     def draft_room(self) -> int:
-        """Return how many draft tokens the next batch has room for, in all decoding sequences."""
+        """Return how many draft tokens of all decoding sequences fit in the next batch together."""
         pending = [sequence.num_uncomputed_tokens for sequence in self.ready()]
         decoding = pending.count(1)
         return max(
@@ -248,7 +248,7 @@ class Scheduler:
     ) -> bool:
         """Reserve pages for the first `end` tokens of a running sequence.
 
-        Preempt sequences that are not in the batch until there are pages. Returns False if
+        Until there are pages, preempt sequences that are not in the batch. Returns False if
         `sequence` itself was preempted.
         """
         while not self.pool.reserve(sequence.kv, end):
@@ -298,7 +298,7 @@ class Scheduler:
                     break
             if victim is None and self._lacks_pages(sequence):
                 break
-            # Scoring a token needs the logits before it, which the cache does not hold.
+            # Scoring a token needs the logits of the token before it, which no cache holds.
             limit = sequence.unscored.start - 1 if sequence.unscored else None
             tenant = sequence.request.tenant
             cached = self.pool.match_prefix(sequence.kv, sequence.tokens, tenant, limit)
@@ -359,7 +359,8 @@ class Scheduler:
     def _lacks_pages(self, sequence: Sequence) -> bool:
         """Return whether a sequence lacks pages, even if it shares all cached pages of its text.
 
-        The method runs at every step for a sequence that waits for pages, so it keeps the hashes.
+        The method runs at every step for a sequence that waits for pages, so the sequence keeps the
+        hashes of its pages.
         """
         tenant = sequence.request.tenant
         if len(self.tenants) > 1 or tenant not in self.tenants:

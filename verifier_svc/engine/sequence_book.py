@@ -90,7 +90,7 @@ class SequenceBook:
     # --- chunks ---
 
     def emit(self, sequence: Sequence, chunk: TokenChunk) -> None:
-        """Send a chunk, or keep it until it has the request's `min_chunk_tokens`.
+        """Send a chunk, or keep it until, joined with later chunks, it has `min_chunk_tokens`.
 
         The first and the last chunk are sent at once.
         """

@@ -16,8 +16,9 @@ from verifier_svc.state.sequence import Sequence
 
 
 class DraftingEngine(Protocol):
-    """An engine on its thread, as drafters see it. Other threads may call only `post` and `stop`.
+    """An engine on its thread, as drafters see it.
 
+    Other threads may call only `post`, `stop` and `clock`.
     `verifier_svc.engine.loop.Engine` documents the methods.
     """
 

@@ -1,7 +1,8 @@
 """Divides a step between tenants: the sequences to decode, and the prompt tokens to read.
 
 A tenant that has used little goes first. This tenant's next token comes only when the step ends, so
-the time that other tenants add to the step is bounded. With one tenant, a step takes all it can.
+the time that other tenants add to the step is bounded. With one tenant, a step takes all it can,
+unless another tenant may come back at any moment.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from verifier_svc.engine.tenant_use import TenantUse
 from verifier_svc.policy.forward_cost import ForwardCost
 from verifier_svc.state.sequence import Sequence
 
-# The bound of a step's time, in multiples of the smallest step. It holds while the step serves a
-# tenant that has used little, or while another tenant may come back at any moment and would wait
-# for the step's end. On a GPU the bound mostly cuts nothing, because there a forward with more rows
-# takes little longer. In a step that reaches the bound, the fixed cost of a forward is at most 1/4
-# of the time.
+# The bound of a step's time, in multiples of the smallest step's time. It holds while the step
+# serves a tenant that has used little, or while another tenant may come back at any moment and
+# would wait for the step's end. On a GPU the bound mostly cuts nothing, because there a forward
+# with more rows takes little longer. In a step that reaches the bound, the fixed cost of a forward
+# is at most 1/4 of the time.
 _LONGEST = 4.0
 # Work of other tenants lengthens the step of a light tenant by at most this share.
 _ADDED = 0.25
@@ -82,7 +83,8 @@ class StepShares:
         """Return a step of bounded time.
 
         If there are light tenants, their work fills the step up to `_LONGEST`; the work of other
-        tenants then lengthens it by at most `_ADDED`. Without them, others fill it to `_LONGEST`.
+        tenants then lengthens it by at most `_ADDED`. Without light tenants, the work of the other
+        tenants fills the step up to `_LONGEST`.
         """
         fill = _Fill(self._cost, self._max_batch_tokens, drafted)
         room_s = _LONGEST * self._cost.estimate(1, 1)
@@ -95,7 +97,10 @@ class StepShares:
 
 
 class _Fill:
-    """A step that is filled up to a time limit. An empty step takes some work even beyond it."""
+    """A step that is filled up to a time limit.
+
+    An empty step takes some work even if that work exceeds the limit.
+    """
 
     def __init__(self, cost: ForwardCost, max_batch_tokens: int, drafted: Drafted) -> None:
         self.decoding: list[Sequence] = []
@@ -117,7 +122,7 @@ class _Fill:
     def add(self, parts: StepParts, room_s: float, last_id: int) -> int:
         """Add work that lengthens the step by at most `room_s`.
 
-        If there are prompts, decoding gets at most half of this time, and prompts get the rest.
+        If there are prompts, decoding gets at most half of this time, and prompts get what is left.
         Decoding begins after the sequence `last_id`. Returns the id of the last sequence that had
         room, or `last_id` if all had room.
         """
@@ -190,7 +195,8 @@ def _cut(prefill: list[PromptPart], most: int) -> list[PromptPart]:
 def max_min(wanted: Mapping[str, int], total: int) -> dict[str, int]:
     """Divide `total` so that a tenant can gain only if a tenant with less loses (max-min).
 
-    A tenant that wants less than an equal share gets what it wants, and the others share the rest.
+    A tenant that wants less than an equal share gets what it wants. The other tenants share what is
+    left.
     """
     shares: dict[str, int] = {}
     left = total

@@ -1,6 +1,6 @@
 """The engine's spans: the queue, the prompt and the steps of each traced request.
 
-A step's span is linked to the span of its batch.
+A request's span of a step is linked to the span of the step's batch, if that has several sequences.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class StepSpans:
     def begin(self, batch: list[ScheduledSequence], wait_s: float) -> list[Span]:
         """Begin a step, `wait_s` after it could have begun; return a span for each sequence.
 
-        A sequence that is not traced gets `NO_SPAN`. A batch of several
-        sequences has a span of its own.
+        A sequence that is not traced gets `NO_SPAN`. A batch of several sequences has a span of its
+        own, if one of them is traced.
         """
         for scheduled in batch:
             if scheduled.sequence.scheduled_at is None:

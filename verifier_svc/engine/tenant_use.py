@@ -15,7 +15,7 @@ _MEMORY_S = 2.0
 # A tenant is light if it has used less than this part of an equal share. Tenants with about the
 # same use share steps, which compute more tokens a second than separate steps.
 _LIGHT = 0.5
-# Instead of decaying all stored values at each step, new values are scaled up with time, by at most
+# Stored values do not decay at each step. Instead, new values are scaled up with time, by at most
 # this power of e.
 _LARGEST = 50.0
 

@@ -9,13 +9,13 @@ from outrider.protocol.token_tree import MAX_TREE_TOKENS
 from verifier_svc.engine.config import EngineConfig, LanguageModel
 from verifier_svc.policy.forward_cost import ForwardCost
 
-# No trial begins later than this (seconds after the first). With a large model, some of the larger
-# batches are then not tried.
+# After this many seconds no further batch size is tried. With a large model, some of the larger
+# batches are then left out.
 _WARM_UP_S = 5.0
 # In the trial forwards with trees, each sequence has one of these numbers of rows. Other trial
 # forwards have chains.
 _TREE_ROWS = (16, 32, 1 + MAX_TREE_TOKENS)
-# Tokens of the trial prompt.
+# Tokens of the longer of the two trial prompts, if they fit.
 _TRIAL_PROMPT = 256
 
 

@@ -1,4 +1,4 @@
-"""Chooses the drafters that a step asks, and for how many tokens, from what the planner found."""
+"""Chooses, from what the planner found, which drafters a step asks for how many tokens."""
 
 from __future__ import annotations
 
@@ -84,11 +84,11 @@ def listened(
 ) -> Drafts:
     """Return drafts to ask for without a wait, from the quick drafters among `drafters`.
 
-    A draft has at most `limit` tokens. A quick drafter, such as an n-gram lookup, is mostly right
-    too seldom to be worth a wait. But where a text begins to repeat itself, the commit shows that a
-    guess was right, and the rest of the draft is there for the next step. Within repeats, at least
-    the share `least_right` of guesses must be right; otherwise verifying them costs more than it
-    gains.
+    A draft has at most `limit` tokens. Guesses of a quick drafter, such as an n-gram lookup, are
+    usually right too seldom to be worth a wait. But where a text begins to repeat itself, the
+    commit shows that a guess was right, and the rest of the draft is there for the next step.
+    Within repeats, at least the share `least_right` of guesses must be right; otherwise verifying
+    them costs more than it gains.
     """
     heard = {
         drafter
@@ -114,12 +114,12 @@ def listened(
 
 
 def companions(drafts: Drafts, paying: frozenset[Drafter], threshold: float) -> Drafts:
-    """Return the drafts of companions, whose guesses join the chosen drafter's guesses in a tree.
+    """Return the drafts to ask companions for: their guesses join the chosen drafter's in a tree.
 
     If the chosen drafter's draft does not come, companions' guesses replace it. Only drafters that
-    pay without others and take no time of the target's cores are companions, so a companion costs
-    only a message. The engine waits for its draft only where the draft promises more than the ready
-    drafts.
+    pay without other drafters and take no time of the target's cores are companions, so a companion
+    costs only a message. The engine waits for a companion's draft only where this draft promises
+    more than the ready drafts.
     """
     found: Drafts = []
     if len(paying) < 2:

@@ -82,9 +82,10 @@ class PayingDrafts(DraftPolicy):
         paying: frozenset[Drafter],
         known: frozenset[Drafter],
     ) -> frozenset[Drafter]:
-        """Return each drafter of `known` whose set with `paying` has exhausted its budget.
+        """Return drafters of `known` that are not in `paying`.
 
-        If `paying` itself has exhausted its budget, return all drafters of `known` but `paying`.
+        If `paying` has exhausted its budget, return all such drafters. If not, return each of them
+        that makes, together with `paying`, a set that has exhausted its budget.
         """
         if not budget.allows(batch, paying):
             return known - paying

@@ -18,7 +18,7 @@ _LEAST_S = 1e-6
 _OWN = 0.3
 _NEAR = 0.2
 _FAR = 0.05
-# Cost of a prompt token before it is known, as a share of a step with one token.
+# Least cost that some estimates assume for a prompt token, as a share of a step with one token.
 _TYPICAL_PROMPT_TOKEN = 0.01
 
 
@@ -32,17 +32,17 @@ class ForwardCost:
     def __init__(self) -> None:
         # Seconds, keyed by the number of sequences, then by the number of tokens per sequence.
         self._grid: dict[float, dict[float, float]] = {}
-        # The grid's keys in rising order: `_counts` are its numbers of sequences, `_depths` maps
-        # each to its numbers of tokens per sequence, and `_drafted_depths` has all of the latter
-        # above 1.
+        # The grid's keys in rising order. `_counts` are its numbers of sequences. `_depths` maps
+        # each of these to its numbers of tokens per sequence. `_drafted_depths` has all numbers of
+        # tokens per sequence that are above 1.
         self._counts: list[float] = []
         self._depths: dict[float, list[float]] = {}
         self._drafted_depths: list[float] = []
         self._known: dict[tuple[int, int], float] = {}
         self.prompt_step_s = 0.0
-        """Seconds that a prompt adds to a step, whatever the prompt's length."""
+        """Seconds that reading prompts adds to a step, however many tokens of prompts it reads."""
         self.prompt_token_s = 0.0
-        """Seconds that each token of a prompt adds."""
+        """Seconds that each token of a prompt adds to a step, besides `prompt_step_s`."""
 
     def calibrate(self, sequence_count: int, token_count: int, seconds: float) -> None:
         """Enter a trial forward into the grid."""

@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 from verifier_svc.policy.forward_cost import ForwardCost
 
-# Least cost of a draft token, in plain steps of one sequence. On a large model the measured cost of
-# a few tokens can be 0.
+# Least cost of a draft token, as a part of one sequence's share of a plain step. On a large model
+# the measured cost of a few tokens can be 0.
 _LEAST_COST = 0.005
 
 

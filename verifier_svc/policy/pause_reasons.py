@@ -10,7 +10,8 @@ from verifier_svc.state.sequence import Sequence
 # The explanation says how long a draft of `_TIMED_TOKENS` tokens takes, or a shorter draft if the
 # sequence never verifies that many.
 _TIMED_TOKENS = 4
-# A drafter counts as wrong, not as silent, if at least this share of its answers holds a draft.
+# A doubtful drafter counts as wrong, and not as a drafter without guesses, if at least this share
+# of its answers holds a draft.
 _ANSWERS = 0.5
 
 

@@ -38,7 +38,7 @@ class Plan:
     tree_tokens: Mapping[Assignment, int] = field(default_factory=dict)
     """Draft tokens to ask for, all branches of a tree together; 0 for a missing assignment."""
     probes: frozenset[Assignment] = frozenset()
-    """Assignments that do not pay, but get this step's verdict to see whether they improved."""
+    """Assignments that do not pay. They get this step's verdict, to see whether they improved."""
     wait_for: tuple[tuple[Sequence, Assignment], ...] = ()
     """Pending drafts that are worth waiting for before the step."""
     wait_s: float = 0.0

@@ -33,11 +33,11 @@ from verifier_svc.state.sequence import Assignment, Sequence
 _COMPARED_TOKENS = 4
 # The longest wait of a step for drafts if its requests have `always_draft`.
 _ALWAYS_DRAFT_WAIT_S = 0.05
-# Unless drafts make the batch faster than plain steps by this factor, no drafter is asked.
+# Unless drafts make the batch faster than plain steps by this factor, no drafter is chosen.
 _MARGIN = 1.01
-# Drafts that no step waits for speed up few sequences and slow down all, and the first rows of a
-# kernel's block of rows cost more than the rest. So the gain of these drafts must be this many
-# times their cost.
+# Drafts for which no step waits speed up few sequences, but slow down all sequences. Moreover, the
+# first rows of a kernel's block of rows cost more than the block's other rows. So the gain of these
+# drafts must be this many times their cost.
 _LEAST_GAIN = 1.5
 
 
@@ -56,8 +56,8 @@ class _Choice(NamedTuple):
 class Outline(NamedTuple):
     """The part of a plan that does not depend on which drafts have come.
 
-    `Planner.finish` adds the rest. An outline may be made while the previous step computes, so it
-    uses the rates from before that step's end.
+    `Planner.finish` adds the other part. An outline may be made while the previous step computes,
+    so it uses the rates from before that step's end.
     """
 
     plan: Plan
@@ -233,7 +233,8 @@ class Planner:
     def _ready_tokens(self, drafts: Drafts, listened: Drafts, costs: StepCosts) -> dict[int, int]:
         """Return the draft tokens to verify with `listened` drafts, keyed by sequence id.
 
-        The result is empty if no such draft is ready, or if together they gain too little.
+        The result is empty if no such draft is ready, or if the ready drafts together gain too
+        little.
         """
         ready = [
             (sequence, assignment, there)

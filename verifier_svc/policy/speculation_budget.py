@@ -17,16 +17,17 @@ from verifier_svc.state.drafter import Drafter
 # `_PROBE_STEPS` if they are only probed.
 _FIRST_STEPS = 6.0
 _PROBE_STEPS = 2.0
-# Exhausted budgets regain this share of the time.
+# Exhausted budgets together regain this share of the time that passes.
 _REFILL = 0.005
-# A budget's capacity grows by this share of its gains, up to `_MOST_STEPS`. With a small capacity,
-# one run of bad luck would stop a drafter set that pays.
+# The capacity of a full budget grows by this share of further gains, up to `_MOST_STEPS`. With a
+# small capacity, one run of bad luck would stop a drafter set that pays.
 _SAVED = 0.125
 _MOST_STEPS = 32.0
 # An exhausted budget opens again when it has this many steps. The number is small, so that drafting
 # soon goes on when a link or a drafter recovers. A trial that fails loses no more than these steps.
 _REOPEN_STEPS = 1.5
-# A step may be slow for a reason outside the engine, so no step counts as a larger loss.
+# No step counts as a loss of more than this many baseline steps, since a step may be slow for a
+# reason outside the engine.
 _WORST_STEP = 2.0
 # A series of baseline steps has `_BASELINE_STEPS` steps. The next series follows after `_FIRST_GAP`
 # steps, and each further gap is twice as long, up to `_LONGEST_GAP`. Series repeat because contexts
@@ -34,8 +35,8 @@ _WORST_STEP = 2.0
 _BASELINE_STEPS = 4
 _FIRST_GAP = 128
 _LONGEST_GAP = 1024
-# A series of baseline steps that is not complete after this many steps is abandoned, since some
-# drafter computes all the time.
+# A series of baseline steps is abandoned if its next baseline step has not come after this many
+# steps, since some drafter then computes all the time.
 _LONGEST_ROW = 128
 # Least weight of a baseline step in the mean.
 _BASELINE_WEIGHT = 1 / 32
@@ -142,10 +143,10 @@ class SpeculationBudget:
     """The budgets of one engine.
 
     A *drafter set* has the drafters that are asked; the empty set means only probes. Each set has a
-    budget for batches of about one size, which gains refill and losses drain: the cumulative sum of
-    Page (Continuous inspection schemes, 1954). However wrong all estimates are, speculation loses
-    no more than its first budgets, a share of its earlier gains, and the share `_REFILL` of the
-    time.
+    budget for each size of batches, roughly. Gains refill a budget and losses drain it: it is the
+    cumulative sum of Page (Continuous inspection schemes, 1954). However wrong all estimates are,
+    speculation loses no more than its first budgets, a share of its earlier gains, and the share
+    `_REFILL` of the time.
 
     Other processes slow down drafted and baseline steps alike. If baseline steps become slower, the
     budgets were judged by a reference that was too fast, and exhausted budgets are reset. All

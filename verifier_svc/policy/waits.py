@@ -13,8 +13,8 @@ from verifier_svc.policy.goodput import StepCosts, max_wait_s, steps_meanwhile
 from verifier_svc.state.drafter import Drafter
 from verifier_svc.state.sequence import Assignment, Sequence
 
-# No wait is longer, even if the policy waits for every draft: the drafter may be gone without a
-# word.
+# No wait is longer than this, even if the policy waits for every draft: the drafter may be gone
+# without a word.
 _LONGEST_WAIT_S = 1.0
 
 _Late = list[tuple[float, float, Sequence, Assignment]]
@@ -29,7 +29,8 @@ class Pending(NamedTuple):
     expected_now: float
     """Tokens that a step should commit with that draft."""
     drafts: list[tuple[Assignment, float]]
-    """The better drafts in flight, each with the tokens that a step should commit with it."""
+    """Drafts in flight, each with the tokens that a step should commit with it. Drafts that promise
+    no more than the best arrived draft are left out, unless the policy takes all drafts."""
 
 
 _NOTHING = Pending(0, 1.0, [])

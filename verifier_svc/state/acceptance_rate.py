@@ -12,12 +12,12 @@ from outrider.protocol.limits import MAX_DRAFT_TOKENS
 _DECAY = 0.9
 _PRIOR_WEIGHT = 4.0
 _SAMPLES = 7
-# Siblings have measurements for this many depths and ranks; deeper and later siblings share the
-# last one.
+# Siblings have measurements for this many depths and ranks. Deeper siblings count at the last
+# depth, and later siblings at the last rank.
 _DEPTHS = 4
 _RANKS = 8
-# The prior, that claims are right, weighs as much as this many claimed right guesses. The sums of
-# claims and of right guesses decay by `_CLAIM_DECAY`.
+# The prior says that claims are right, and weighs as much as this many claimed right guesses. The
+# sums of claims and of right guesses decay by `_CLAIM_DECAY`.
 _CLAIM_WEIGHT = 1.0
 _CLAIM_DECAY = 0.995
 # Prior share of wrong main guesses that have a right sibling, and the prior's weight in wrong main
@@ -38,7 +38,7 @@ class _FixedRate:
 
 
 class AcceptanceRate:
-    """For each position, the probability that a draft token is accepted if all before it were.
+    """For each position, the probability that a token is accepted if all tokens before it were.
 
     The rate is estimated from decayed counts and a prior.
     """
@@ -166,8 +166,8 @@ class SiblingRates:
 
     A claim is an estimate, made before the commit, of the probability that a guess is right if its
     parent is right. The claim is the drafter's confidence, or a prior. A factor corrects claims:
-    the number of right guesses divided by the sum of the claims. In both, older guesses count less.
-    The factor begins at 1.
+    the number of right guesses divided by the sum of the claims. In both of these, older guesses
+    count less. The factor begins at 1.
     """
 
     __slots__ = ("_claimed", "_rescued", "_right", "_wrong", "rescued_share")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 
-# The first hour is longer if fewer tokens than this were verified in it.
+# A block has at least this many verified tokens. The first hour is a block too, so it lasts longer
+# if fewer tokens were verified in it.
 _BLOCK_TOKENS = 2000
 _FIRST_S = 3600.0
 # A rate has fallen if it is lower than the first hour's rate by this share of that rate, and by
@@ -25,7 +26,7 @@ class AcceptanceWatch:
 
     def __init__(self) -> None:
         self.first_rate: float | None = None
-        """Share of accepted tokens in the first hour, or of the earlier weights.
+        """Share of tokens that were accepted in the first hour, or with the earlier weights.
 
         None until the first hour is over.
         """
@@ -47,7 +48,7 @@ class AcceptanceWatch:
     def continue_from(self, earlier: AcceptanceWatch, verified: int, accepted: int) -> None:
         """Compare with earlier weights, of whose `verified` tokens `accepted` were accepted.
 
-        If the earlier weights verified too few tokens, compare with what they were compared with.
+        If too few tokens of theirs were verified, compare with what they were compared with.
         """
         if verified >= _BLOCK_TOKENS:
             self.first_rate, self.basis = accepted / verified, "with its earlier weights"

@@ -103,7 +103,7 @@ class Drafter:
     on_target_device: bool = False
     """True if the drafter computes on the target's GPU, or on cores that the target uses."""
     busy_until: float = 0.0
-    """The time by which the drafter should have filled all windows that it was told (seconds)."""
+    """The time by which the drafter should have filled all its windows (seconds)."""
     draining: bool = False
     # At first a drafter may send one entry, although no message to it has allowed one. An entry
     # with an id that was never opened therefore gets the error about ids, not the error about too
@@ -129,7 +129,7 @@ class Drafter:
     silent: bool = False
     """True if the drafter has stopped answering."""
     paused: bool | None = None
-    """True if its drafts did not pay in the last plan that considered the drafter; None before."""
+    """True if drafts did not pay in the last plan that considered the drafter; None if none did."""
     turn: int = 0
     """A number that grows from turn to turn, set when the drafter joins or gets a sequence."""
     answer_rate: float = 1.0
@@ -255,12 +255,12 @@ class Drafter:
     def busy_s(self, draft_tokens: float) -> float:
         """Return how many seconds the target loses while the drafter drafts `draft_tokens`.
 
-        The number is above 0 if both compute on one device.
+        The number is above 0 only if both compute on one device.
         """
         return draft_tokens * self.token_time.value if self.on_target_device else 0.0
 
     def is_quick(self, decode_step_s: float) -> bool:
-        """True if a draft takes little time beside a plain step of `decode_step_s` seconds.
+        """True if a draft token takes little time beside a plain step of `decode_step_s` seconds.
 
         A drafter in the verifier's process is never quick, since it uses the target's device.
         """

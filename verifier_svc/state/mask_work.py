@@ -1,4 +1,4 @@
-"""The masks of one sequence's next step, which another thread may compute."""
+"""The masks of one sequence's next step; another thread may compute them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class MaskWork:
 
     @property
     def done(self) -> bool:
-        """True if the masks are there, or cannot be computed."""
+        """True if the masks are there, cannot be computed, or were cancelled before they began."""
         return self._done.is_set()
 
     @property

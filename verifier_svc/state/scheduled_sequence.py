@@ -37,9 +37,9 @@ class ScheduledSequence:
     mask: npt.NDArray[np.int32] | None = None
     """Tokens that the grammar allows, as in `outrider.sampling.context.Context`."""
     is_late: bool = False
-    """True if the sequence's masks were not there in time, so that its step must be repeated."""
+    """True if this part must be repeated: its masks were not there in time, or it `is_spoilt`."""
     is_spoilt: bool = False
-    """True if the draft made logits not finite; then prompt tokens must be computed anew too."""
+    """True if the draft made logits infinite or NaN; then the whole part is computed anew."""
 
     @property
     def logit_count(self) -> int:

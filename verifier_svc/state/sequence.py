@@ -59,7 +59,7 @@ class Assignment:
     drafter_rates: list[AcceptanceRate]
     """Acceptance over all the drafter's sequences of this kind of traffic, indexed likewise."""
     window: Window
-    """How far the last message lets the drafter run ahead; its trie has room for more."""
+    """How far the last message lets the drafter run ahead; `trie` may have room for more."""
     draft_tokens: int
     """Draft tokens that the last message to the drafter asked for.
 
@@ -76,7 +76,7 @@ class Assignment:
     opened: bool = False
     """True if the sequence was announced to the drafter."""
     asked: bool = True
-    """True if the drafter is asked for drafts. If not, it gets only probes, and nobody waits.
+    """True if the drafter is asked for drafts. If not, it gets only probes; nobody waits for it.
 
     The drafter's earlier guesses may still join another drafter's guesses in a tree.
     """
@@ -180,7 +180,7 @@ class Assignment:
         return wanted, self.ready_tokens(wanted) if self.trie.ready(wanted) else 0
 
     def observe_length(self, wanted: int, length: int, right: int) -> None:
-        """Count the asked and the final length of a draft, as `final_length` returned them.
+        """Count a draft by the two lengths that `final_length` returned for it.
 
         The draft's first `right` tokens were committed. Drafts with many right tokens are longer
         than other drafts, so positions after the first wrong token do not count.
@@ -245,7 +245,7 @@ class Assignment:
         return max(at - asked_at, 0.0)
 
     def count_silence(self, now: float) -> None:
-        """Count a drafter that is overdue by many times its latency as an answer without a draft.
+        """Count an answer without a draft if the drafter is overdue by many times its latency.
 
         Call this only while the drafter owes an answer.
         """
@@ -311,7 +311,7 @@ class Sequence:
     matcher: Matcher | None = None
     """The state of the request's grammar after the output without its last `grammar_lag` tokens."""
     grammar_lag: int = 0
-    """The number of last committed tokens by which the next mask's work advances the grammar."""
+    """The number of committed tokens that `matcher` lacks; the next masks' work advances it."""
     mask_width: int = 0
     mask_work: MaskWork | None = None
     """The masks of the sequence's next step, which waits for them; None if none were requested."""

@@ -77,7 +77,7 @@ class StepClock:
         return has_worked
 
     def undisturbed_since(self, busy_until: float) -> bool:
-        """True if drafters that were busy until `busy_until` were done before the previous step."""
+        """True if drafters busy until `busy_until` were done when the previous step began."""
         return busy_until <= self._ended[0]
 
     def times(self) -> StepTimes:

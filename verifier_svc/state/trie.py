@@ -145,7 +145,7 @@ class Trie:
         """The main path below the last committed token."""
 
     def add(self, proposal: Proposal, committed: list[int]) -> AddResult:
-        """Compare a proposal with the tokens committed since its base; add the rest to the trie.
+        """Compare a proposal with the tokens committed since its base, and add its later guesses.
 
         `committed` are all committed tokens. Raises OutriderError(PROTOCOL_VIOLATION) for a base
         that even a late message could not have.

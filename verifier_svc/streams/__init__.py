@@ -1,1 +1,1 @@
-"""The verifier's ends of its streams: of drafters and of gateways."""
+"""The verifier's ends of the streams of drafters and of gateways."""

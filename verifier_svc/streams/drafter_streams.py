@@ -30,13 +30,13 @@ _HELLO_S = 10.0
 # The maximum size of a message with several prompts or several sequences' features: half of gRPC
 # clients' default limit of 4 MiB.
 _MAX_MESSAGE_BYTES = 2 * 2**20
-# The maximum size of received messages that the engine has not taken yet. As Python objects, the
-# messages need many times their bytes on the wire. So the stream stops reading at this size, and
-# further messages wait at the drafter.
+# The maximum total size of received messages that the engine has not taken yet. As Python objects,
+# the messages need many times their bytes on the wire. So the stream stops reading at this size,
+# and further messages wait at the drafter.
 _MAX_UNTAKEN_BYTES = 2**20
 _POLL_S = 0.005
-# A thread checks larger messages: on the event loop, checking their distributions would hold up
-# the other streams for too long.
+# A thread checks a message that is larger than this: on the event loop, checking its distributions
+# would hold up the other streams for too long.
 _QUICK_BYTES = 8192
 _CHECKS = ThreadPoolExecutor(1, "draft checks")
 
@@ -80,7 +80,7 @@ class DrafterStream:
         drafting = self._engine.engine.drafting
 
         def join() -> None:
-            """Register the drafter, on the engine's thread. Raises OutriderError."""
+            """Register the drafter, on the engine's thread; raise OutriderError if refused."""
             drafter = drafting.join(
                 hello, self._unread.put, trusted=trusted, holder=holder, source=source
             )
@@ -163,7 +163,7 @@ class DrafterStream:
             if batch is not None:
                 engine.post(partial(drafting.on_drafts, drafter, batch, size, arrived_at))
             elif kind is None:
-                # A later version has sent this kind of message.
+                # A drafter of a later version has sent a kind of message that is unknown here.
                 engine.post(partial(drafting.ignore, drafter, size))
             elif kind == "draining":
                 engine.post(partial(drafting.drain, drafter, size))
@@ -205,7 +205,7 @@ def check_tokenizer(hello: Hello, expected: str) -> None:
 
 
 def _address(peer: str) -> str:
-    """Return the address in gRPC's name of a peer, such as ipv4:10.0.0.1:5000, without port."""
+    """Return gRPC's name of a peer, such as ipv4:10.0.0.1:5000, without its port, if any."""
     return peer.rpartition(":")[0] if peer.startswith("ip") else peer
 
 

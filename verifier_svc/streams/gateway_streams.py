@@ -1,6 +1,6 @@
 """All sequences of one caller on one stream; a step's tokens leave in as few messages as possible.
 
-Each message costs the event loops at both ends some hundred microseconds, many times the cost of
+Each message costs the event loops at both ends about a hundred microseconds, many times the cost of
 its content. If verifier and gateway share the target's cores, the forward loses that time. This
 module works without an engine: a call is any generator of responses.
 """
@@ -159,7 +159,8 @@ class GatewayStream:
         except OutriderError as error:
             self._fail(number, error)
         except asyncio.CancelledError:
-            # A caller that cancelled the call ignores this; otherwise the verifier is stopping.
+            # A caller that cancelled the call ignores this error. If the caller did not cancel the
+            # call, the verifier is stopping.
             self._fail(number, OutriderError(Reason.DRAINING, "the verifier is about to stop"))
             raise
         # `unexpected` logs the exception; the caller gets INTERNAL.
@@ -190,8 +191,8 @@ class GatewayStream:
             while self._unsent or self._draining:
                 parts, byte_count = take_batch(self._unsent)
                 self._unsent_bytes -= byte_count
-                # A caller that reads `draining` may cancel its calls, so no part that was queued
-                # before may follow.
+                # A caller that reads `draining` may cancel its calls, so `draining` is sent with
+                # the last of the parts that are queued, not before it.
                 draining = self._draining and not self._unsent
                 self._draining = self._draining and not draining
                 await self._context.write(

@@ -1,4 +1,4 @@
-"""Connects a drafter in the verifier's process: the same messages, without gRPC and copies.
+"""Connects a drafter in the verifier's process, with the same messages, but no gRPC and no copies.
 
 `outrider.drafter.stream.DraftStream` connects to `InProcessVerifier`.
 """
@@ -32,7 +32,7 @@ class InProcessVerifier:
     """
 
     def __init__(self, engine: EngineThread[DraftingEngine], info: ModelInfo) -> None:
-        """`engine` has started, and serves the model `info`."""
+        """`engine` has started, and serves the model that `info` describes."""
         self._engine = engine
         self._info = info
 
@@ -56,12 +56,13 @@ class InProcessVerifier:
 
 @dataclass(frozen=True, slots=True)
 class InProcessDrafter:
-    """A drafter that runs in this process, on the verifier's event loop and threads of its own.
+    """A drafter that runs in this process, on the verifier's event loop and on its own threads.
 
     `name` is its id. `run` drafts for this verifier until it is cancelled. If `run` ends earlier,
     the verifier continues without the drafter. `meet` is called on the engine's thread with the
     loaded target, before CUDA graphs are captured, and returns the hidden states that the drafter
-    reads. `meet` may run forwards. For vLLM, `meet` gets None, before vLLM loads the target.
+    reads. `meet` may run forwards. With vLLM, `meet` is called with None instead, before vLLM loads
+    the target.
     """
 
     name: str

@@ -46,7 +46,7 @@ class ServedSequence:
             self.span.set(outrider__resumed_tokens=len(request.committed))
 
     def add(self, chunk: TokenChunk) -> None:
-        """Count a chunk's tokens. The last chunk has the outcome."""
+        """Count a chunk's tokens, and keep the outcome and the counts that the last chunk has."""
         self._token_count += len(chunk.token_ids)
         if chunk.finish_reason is not None:
             self._outcome = chunk.finish_reason.name.lower()
@@ -79,7 +79,10 @@ class ServedSequence:
 
 
 def _outcome(error: BaseException | None) -> str:
-    """Return how a sequence without a last chunk ended: an error's reason, or "cancelled"."""
+    """Return how a sequence without a last chunk ended.
+
+    This is an OutriderError's reason, "cancelled", or "internal" for any other exception.
+    """
     if isinstance(error, OutriderError):
         return error.reason.name.lower()
     if error is None or isinstance(error, (GeneratorExit, asyncio.CancelledError)):

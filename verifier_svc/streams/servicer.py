@@ -1,4 +1,4 @@
-"""VerifierService: parses requests, submits them to the engine and streams its chunks.
+"""VerifierService: parses requests, submits them to the engine and streams the engine's chunks.
 
 The service keeps the verifier's stage (loading, ready, draining); it does not own the model.
 """
@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 Context = grpc.aio.ServicerContext[Any, Any]
 _Answer = tuple[tuple[DrafterInfo, ...], Load | None]
 # Seconds for which GetModel and a drain wait for a step to end. After that, GetModel answers with
-# the drafters and the load of the last answer.
+# the drafters and the load that the engine reported last.
 _ANSWER_S = 0.25
 # A step that takes longer than this means that the engine hangs.
 _MAX_STEP_S = 60.0
@@ -53,8 +53,8 @@ MOST_UNREAD_S = 60.0
 _NEVER_S = 1e9
 JOIN_S = 10.0
 """Seconds after becoming ready during which a verifier holds requests that name a drafter which has
-not joined. Drafters that start together with the verifier see later than clients that it is
-ready."""
+not joined. Drafters that start together with the verifier learn later than its clients do that it
+is ready."""
 _JOIN_POLL_S = 0.1
 _Chunks = ReadAhead[TokenChunk | OutriderError]
 """The chunks of one sequence; an error ends them."""
@@ -63,7 +63,7 @@ _Chunks = ReadAhead[TokenChunk | OutriderError]
 class VerifierServicer(
     verifier_pb2_grpc.VerifierServiceServicer, token_streams_pb2_grpc.TokenStreamServiceServicer
 ):
-    """Answers GetModel from the start, and every call once `serve` has been called."""
+    """Answers GetModel and AgreeVersion from the start, and other calls after `serve`."""
 
     def __init__(self, model_id: str, *aliases: str, clock: Clock = monotonic) -> None:
         self._clock = clock
@@ -112,8 +112,9 @@ class VerifierServicer(
     async def drain(self, grace_s: float) -> None:
         """Refuse new requests, and let running requests end within `grace_s`.
 
-        First, clients get the tokens that `min_chunk_tokens` holds back. Then drafters and gateways
-        are told; a gateway that has another verifier moves its sequences there.
+        First, clients get the tokens that `min_chunk_tokens` holds back. Then gateways and drafters
+        are told that the verifier stops. A gateway that has another verifier moves its sequences
+        there.
         """
         engine = self._taking_requests()
         # A drain does not wait for an engine that hangs.
@@ -311,7 +312,10 @@ class VerifierServicer(
             await asyncio.sleep(_JOIN_POLL_S)
 
     async def _matcher(self, request: TokenRequest) -> TextMatcher | None:
-        """Return the request's grammar after its committed tokens; None without a grammar."""
+        """Return a matcher that stands after the request's committed tokens.
+
+        Return None if the request has no grammar.
+        """
         grammar = request.grammar
         if grammar is None:
             return None

@@ -2,10 +2,10 @@
 
 This module works with logits, drafts and noise, not with sequences, pages or streams.
 
-The rules GREEDY (at temperature 0) and COUPLED (at higher temperatures) are in this file. Both draw
-the target's own token at every position, with noise that depends only on seed and position, and
-accept a draft token that equals the target's token. Nothing of the draft enters the output, so a
-seed gives the same text with any drafter.
+The rules GREEDY (at temperature 0) and COUPLED (at higher temperatures) are in this file. Both find
+the target's own token at every position, and accept a draft token that equals it. For GREEDY this
+is the likeliest token; COUPLED draws it with noise that depends only on seed and position. Nothing
+of the draft enters the output, so a seed gives the same text with any drafter.
 
 - GREEDY: `_greedy_results` on the host; `_OwnTokens` if another draft of the batch needs
   probabilities.
@@ -42,7 +42,8 @@ from verifier_svc.verification.rules.sampled_drafts import SAMPLED_RULES, Sparse
 _LARGEST_LOGIT = 1e33
 
 Beside = Callable[[torch.Tensor], Sequence[torch.Tensor]]
-"""Takes the token that may be committed after each row, int64 [R]; returns tensors to fetch too."""
+"""Takes the token that may be committed after each row, int64 [R]; returns tensors that are fetched
+with the results."""
 
 
 class Acceptance:
@@ -149,7 +150,7 @@ class _Decided:
     tokens_R: torch.Tensor
     """The target's own tokens; negative for a row that has none."""
     matches_R: torch.Tensor | None = None
-    """True if each row's draft token is accepted. None if the only rule is equality with
+    """For each row, whether its draft token is accepted. None if the only rule is equality with
     `tokens_R`, which the host then checks."""
     draft_R: torch.Tensor | None = None
     sufficed: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -345,7 +346,7 @@ class _SampledDrafts:
         own_S = self._draft_R.tensor[self._rows_S.tensor].unsqueeze(-1)
         ids_SE = self._ids_BKE.tensor[places]
         draft_SE = self._draft_BKE.tensor[places]
-        # Padding has the id 0, to which the target may give some probability. It must count as 0.
+        # Padding has the id 0. The target may give this id some probability, which must count as 0.
         target_SE = target_SV.gather(-1, ids_SE) * (draft_SE > 0)
         return SparseDrafts(
             lengths_B=self._lengths_B.tensor,
@@ -424,8 +425,8 @@ def _judged(rule: AcceptanceRule, rows: Rows) -> list[tuple[int, SpeculationOpti
 def _chances(rates: Sequence[float]) -> np.ndarray:
     """Return the probability that each position's token is accepted if all tokens before it were.
 
-    Each rate is the probability of the whole draft up to a position. The last probability holds for
-    all later positions too.
+    Each rate is the probability that all tokens up to a position are accepted. The last probability
+    that is returned holds for all later positions too.
     """
     before = (1.0, *rates[:-1])
     return np.array([rate / (last or 1.0) for rate, last in zip(rates, before, strict=True)])

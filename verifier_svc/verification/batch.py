@@ -38,7 +38,7 @@ class Verified:
     """The result of a forward for one scheduled sequence."""
 
     result: AcceptResult | None = None
-    """None after a chunk of a prompt that is not its last."""
+    """None after a chunk of a prompt, unless it is the prompt's last chunk."""
     rule: AcceptanceRule = AcceptanceRule.COUPLED
     """The acceptance rule that gave `result`."""
     logprobs: SequenceOf[TokenLogprob] = ()
@@ -50,7 +50,7 @@ class Verified:
 Verify = Callable[[torch.Tensor, SequenceOf[ScheduledSequence]], list[Verified | OutriderError]]
 """Takes a batch's logits, with `logit_count` rows of each sequence one after the other, and the
 batch with the masks of its grammars. Returns for each sequence the tokens to commit, or the error
-for which nothing can be committed."""
+that leaves nothing to commit."""
 
 
 class Verification(Protocol):

@@ -94,7 +94,7 @@ class GrammarMasks:
         if not masked:
             return lambda: list(batch)
         by_tenant: dict[str, list[MaskWork]] = {}
-        # Quick masks come first, because they would wait for slow masks of the same tenant.
+        # Quick masks come first: after slow masks of the same tenant, they would have to wait.
         for scheduled in sorted(masked, key=lambda each: each.sequence.mask_row_s):
             sequence = scheduled.sequence
             if sequence.mask_work is None:
@@ -107,7 +107,7 @@ class GrammarMasks:
     def prepare(self, sequences: Iterable[SequenceState]) -> None:
         """Start to compute the masks of the sequences' next step, if their masks take long."""
         for sequence in sequences:
-            # A prompt that is recomputed in chunks after a preemption has its masks already.
+            # A sequence that is recomputed in chunks after a preemption has its masks already.
             if sequence.mask_work is not None:
                 continue
             if sequence.matcher is not None and has_slow_masks(sequence):
@@ -151,7 +151,7 @@ class GrammarMasks:
 
 
 def _work_of(sequence: SequenceState, draft: DraftTree, assignment: Assignment | None) -> MaskWork:
-    """Set and return the work of a sequence's masks: before and after each draft token."""
+    """Set and return the work of a sequence's masks: one mask before and after each draft token."""
     assert sequence.matcher is not None
     late = sequence.tokens[len(sequence.tokens) - sequence.grammar_lag :]
     sequence.grammar_lag = 0

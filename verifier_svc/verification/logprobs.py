@@ -20,7 +20,7 @@ class Logprobs:
     """The log probabilities that at least one request of a batch wants, laid out beforehand.
 
     The log probabilities are computed for all rows of a draft, since only the device knows which
-    rows will be committed. So they come with the same copy as the rest of the step's results.
+    rows will be committed. So they come with the same copy as the step's other results.
     """
 
     def __init__(self, batch: Sequence[ScheduledSequence], staging: Staging) -> None:

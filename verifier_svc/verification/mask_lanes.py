@@ -1,4 +1,4 @@
-"""Computes masks on this or other threads, and keeps the budget of their processor time."""
+"""Computes masks on the engine's thread or on other threads, and bounds their processor time."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from outrider.process.workers.tenant_threads import TenantThreads
 from verifier_svc.state.mask_work import MaskWork
 from verifier_svc.state.sequence import Sequence as SequenceState
 
-# Processor time that each mask may take free of the budget, in seconds. Usual masks take 0.05 to
-# 0.5 ms.
+# Processor time of each mask that is not charged to the budget, in seconds. Usual masks take 0.05
+# to 0.5 ms.
 _FREE_S = 0.02
 # The number of a tenant's requests that can use up their budgets at the same time. In each second
 # the tenant's budget regains `_REFILL` seconds.
@@ -65,7 +65,7 @@ class Threads:
         self._slow = TenantThreads(_SLOW_THREADS, "slow-masks", each=1, nice=_SLOW_NICE)
 
     def begin(self, works: Sequence[MaskWork], tenant: str) -> None:
-        """Queue `works` as one piece of work, which costs fewer switches between threads."""
+        """Queue `works` as one piece of work, to switch between threads less often."""
 
         def run() -> None:
             for work in works:

@@ -6,7 +6,7 @@ output, so these rules are never used for a request with a seed.
 
 A request that accepts sampled drafts is *open to samples*: an exact, sampled request without a
 seed, at a verifier with --sampled-drafts. No drafter gets the noise of such a sequence. The length
-of a run decides which drafter's path is verified, so a drafter that knew the noise could decide, by
+of a path helps to decide which path is verified, so a drafter that knew the noise could decide, by
 drafting or not, whether the next token is drawn with that noise. Whether a request is open to
 samples depends only on the request and the verifier's setting, not on the connected drafters or
 their roles. So no drafter gets the noise, whether it joins before or after a trusted drafter.

@@ -20,7 +20,7 @@ def walk(
     """Return the rows of the accepted draft tokens, in order.
 
     `own` has the target's own token after each row; a negative number equals no draft token.
-    `accepts_first` tells for each row whether a rule accepts its first child, whatever the target's
+    `accepts_first` says for each row whether a rule accepts its first child, whatever the target's
     own token is. At a row whose first child no rule accepts, the walk goes to the child that equals
     the target's own token, and stops if there is none.
     """

@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# After this time no further batch size is tried: 1 comes first, then the largest, then 4, 8 and so
-# on. With a large model, some sizes may be left out.
+# After this many seconds no further batch size is tried: 1 comes first, then the largest, then 4, 8
+# and so on. With a large model, some sizes may be left out.
 _TRIALS_S = 10.0
 _TRIAL_PROMPT = 16
 # The number of steps in a trial; the fastest counts.
@@ -49,7 +49,10 @@ _STALL_S = 0.001
 
 
 class VllmEngine:
-    """Owns vLLM's engine and the sequences in it. Other threads may call only `post` and `stop`."""
+    """Owns vLLM's engine and the sequences in it.
+
+    Other threads may call only `post`, `stop` and `clock`.
+    """
 
     def __init__(self, llm: LLMEngine, hub: DraftHub, eos_token_ids: SequenceOf[int]) -> None:
         self._llm = llm
@@ -93,10 +96,11 @@ class VllmEngine:
         span: Span = NO_SPAN,
         matcher: TextMatcher | None = None,
     ) -> Sequence:
-        """Queue a request; its chunks, or an error, go to `sink`. vLLM compiles the grammar anew.
+        """Queue a request; its chunks, and any error, go to `sink`. vLLM compiles the grammar anew.
 
         Raises OutriderError: UNSUPPORTED_PARAMETER for what vLLM cannot do, OVERLOADED if the queue
-        is full, DRAFTER_NOT_FOUND if it names an unknown drafter, INVALID_VALUE if vLLM refuses it.
+        is full, DRAFTER_NOT_FOUND if it names an unknown drafter, INVALID_VALUE if vLLM refuses it
+        or if its committed tokens hold an end token.
         """
         hub = self._hub
         parameters.check(request)

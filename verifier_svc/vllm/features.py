@@ -34,10 +34,10 @@ _offered: WeakValueDictionary[str, VllmStates] = WeakValueDictionary()
 
 
 class VllmStates(KeptStates):
-    """The states of one runner. `watch` may be called on any thread, the rest on vLLM's.
+    """The states of one runner. Only `watch` may be called on other threads than vLLM's.
 
     The states are fixed before vLLM measures its memory and compiles the model. So no drafter can
-    change either.
+    change the memory that is needed or the compiled model.
     """
 
     def __init__(self, runner: Any, settings: VerifierSettings) -> None:
@@ -72,7 +72,7 @@ class VllmStates(KeptStates):
         self._watched = frozenset(states)
 
     def begin(self) -> frozenset[int]:
-        """Free the states of the last forward; return the states to keep of the next one."""
+        """Free the states of the last forward; return the states to keep of the next forward."""
         self.clear()
         return self._watched
 
@@ -102,8 +102,9 @@ class VllmStates(KeptStates):
         model.register_forward_hook(self._as_pair)
         model.set_aux_hidden_state_layers(self._layers)
         self._runner.use_aux_hidden_state_outputs = True
-        # Part of the key of vLLM's cache of compiled models. Without it, vLLM could load a model
-        # that was compiled to return other states. A vision model's decoder has a copied config.
+        # The layers become a part of the key of vLLM's cache of compiled models. Without this part,
+        # vLLM could load a model that was compiled to return other states. A vision model's decoder
+        # has a copy of the config.
         for part in (self._runner, *model.modules()):
             config = getattr(part, "vllm_config", None)
             if config is not None:
@@ -137,7 +138,7 @@ class VllmStates(KeptStates):
                 self._layers,
             )
         self.kept = {number: found[number] for number in watched if number in found}
-        # The second runner makes a batch for each step; the first runner always has the same.
+        # The second runner makes a batch for each step; the first runner always has the same batch.
         batch = getattr(state, "input_batch", None) or self._runner.input_batch
         rows: dict[str, int] = {}
         row = 0

@@ -1,7 +1,7 @@
 """vLLM's requests as sequences: plans their drafts, waits for them, and judges them.
 
-`verifier_svc/vllm/scheduler.py` calls it around vLLM's steps. Knows token ids, but not vLLM. vLLM
-verifies a row of drafts for each request, so a draft is a drafter's best path.
+`verifier_svc/vllm/scheduler.py` calls it around vLLM's steps. This module knows token ids, but not
+vLLM. vLLM verifies a chain of draft tokens for each request, so a draft is a drafter's best path.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Limits:
 
 @dataclass(slots=True)
 class Judged:
-    """The tokens that a step committed to one sequence, for the chunk that its client gets."""
+    """The fate of one sequence's draft in a step, for the chunk that its client gets."""
 
     assignment: Assignment | None = None
     drafted: int = 0
@@ -70,8 +70,8 @@ class Judged:
 class DraftHub:
     """The engine's side of drafting, for vLLM's scheduler. The caller holds `turn`.
 
-    `deliver` runs sinks on the event loop, see `Outbox`. `draft_policy` says when the planner
-    drafts.
+    `deliver` runs sinks on the event loop, see `Outbox`. `draft_policy` says when the planner asks
+    for drafts.
     """
 
     is_own: ClassVar[bool] = True
@@ -96,7 +96,7 @@ class DraftHub:
         self.limits = limits
         self.clock = clock
         self.turn = threading.Condition()
-        """Held by the thread that uses the hub: by vLLM's during a step."""
+        """Held by the thread that uses the hub. During a step, vLLM's thread holds it."""
         self.inbox = Inbox()
         self.sequences: dict[int, Sequence] = {}
         self.running: dict[int, Sequence] = {}
@@ -121,7 +121,7 @@ class DraftHub:
             self.running, self.waiting, limits.max_sequences, limits.max_waiting, self.cost
         )
         self.judged: dict[int, Judged] = {}
-        """Maps a sequence id to what the last step committed."""
+        """Maps a sequence id to the fate of its draft in the last step."""
         self.failed = False
         """True if a fault has ended the drafting. Then nobody calls `begin` and `commit`."""
         self.trial_tokens: int | None = None
@@ -160,7 +160,7 @@ class DraftHub:
         span: Span,
         eos_token_ids: Collection[int],
     ) -> Sequence:
-        """Return a new sequence, which waits for its place in vLLM's batch until `open`."""
+        """Return a new sequence, which waits for its place in vLLM's batch."""
         sequence = new_sequence(
             self.book.new_id(), request, sink, span, eos_token_ids, self._policy, self.clock()
         )
@@ -308,7 +308,7 @@ class DraftHub:
         drafts: Mapping[str, list[int]],
     ) -> ScheduledSequence:
         drafted = drafts.get(request_id, [])
-        # vLLM reserves a row in the step of a prompt's last token, and pads it with ids of -1.
+        # In the step of a prompt's last token vLLM reserves room for a draft, and fills it with -1.
         if drafted and drafted[0] < 0:
             token_count -= len(drafted)
             drafted = []
@@ -420,7 +420,10 @@ class DraftHub:
             self.drafting.send_verdicts(sequence, new, assignment, span)
 
     def _observe(self, batch: list[ScheduledSequence], committed: int) -> float:
-        """Update the cost model; return the seconds of the same step on an idle machine."""
+        """Update the cost model; return the seconds of the same step on an idle machine.
+
+        Return 0 for a step of a trial, with prompts, or after an idle period.
+        """
         seconds = self._step_clock.end_step()
         first = self._step_ended is None
         self._step_ended = self.clock()

@@ -158,8 +158,8 @@ class VllmLoader:
     def _info(self, llm: Any, policy: DraftTokensPolicy, eos: tuple[int, ...]) -> ModelInfo:
         config = llm.vllm_config
         model = config.model_config
-        # A verifier continues another verifier's answer only if both have the same engine, types of
-        # weights and number of devices.
+        # A verifier continues another verifier's answer only if both have the same engine,
+        # arguments of vLLM and number of devices.
         settings = self._settings.acceptance_settings | {
             "engine": f"vllm {installed_version()}",
             "engine-arg": " ".join(sorted(self._settings.engine_arg)),

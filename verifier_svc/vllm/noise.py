@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class _Text:
-    """The tokens of one request, if its next tokens are drawn here."""
+    """What is known here of one request whose tokens are drawn here."""
 
     def __init__(self, drawing: Drawing) -> None:
         self.drawing = drawing
@@ -50,7 +50,7 @@ class _Text:
     def draft(self, length: int, drafted: Sequence[int]) -> Draft:
         """Return the rows of this text in a step.
 
-        They come after `length` committed tokens and after each drafted token.
+        One row comes after `length` committed tokens, and one after each drafted token.
         """
         drawing = self.drawing
         tokens = self.tokens if self.is_read else range(length)
@@ -148,7 +148,7 @@ class V1Noise:
             drafted = requests.spec_token_ids[i] if metadata is not None else []
             draft = None
             text = self._text(runner.requests[request_id])
-            # The row of a prompt's part that is not its last is thrown away.
+            # vLLM discards the row after a part of a prompt, unless this is the last part.
             if text is not None and not runner.discard_request_mask.np[i]:
                 length = int(requests.num_tokens_no_spec[i])
                 if text.is_read:
@@ -163,7 +163,7 @@ class V1Noise:
         self._chosen_R = self._metadata = None
 
     def _text(self, request: Any) -> _Text | None:
-        """Return the text of one of the runner's requests, kept with it."""
+        """Return the kept text of one of the runner's requests; None if vLLM draws its tokens."""
         kept = vars(request)
         if "outrider_text" not in kept:
             parameters = request.sampling_params
@@ -244,7 +244,7 @@ class CoupledNoise(LogitsProcessor):  # type: ignore[misc]  # vLLM may be missin
                 return logits  # a batch of vLLM's own, such as those of its warm-up
             length, drafted = self._steps[place]
             text = self._texts.get(place)
-            # The row of a prompt's part that is not its last is thrown away.
+            # vLLM discards the row after a part of a prompt, unless this is the last part.
             is_drawn = text is not None and length >= int(self._states.prefill_len.np[place])
             batch.add(1 + len(drafted), text.draft(length, drafted) if text and is_drawn else None)
         chosen_R = batch.draw(logits, self._counts)

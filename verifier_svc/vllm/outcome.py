@@ -32,7 +32,7 @@ class Outcome:
 
 
 class StepStates(FeatureSource, Protocol):
-    """The hidden states of vLLM's steps, such as `verifier_svc.vllm.features.VllmStates`."""
+    """The hidden states of vLLM's steps; `verifier_svc.vllm.features.VllmStates` keeps them."""
 
     @property
     def first_rows(self) -> Mapping[str, int]:

@@ -1,8 +1,9 @@
 """vLLM's own drafter (EAGLE-3, MTP, DFlash, a draft model) as one of our drafters.
 
-vLLM's runner calls its drafter behind every forward. Its guesses are a draft like all others: they
-stand beside the drafts of n-grams, suffixes, grammars and other machines, and the plan chooses
-among them. The drafter's time is part of each step's time, whether its draft is verified or not.
+vLLM's runner calls its drafter after every forward. The drafter's guesses are a draft like all
+other drafts. They stand beside the drafts of n-grams, suffixes, grammars and drafters on other
+machines, and the plan chooses among all of these. The drafter's time is part of each step's time,
+whether its draft is verified or not.
 """
 
 from __future__ import annotations
@@ -21,17 +22,20 @@ class OwnDrafter:
     """vLLM's own drafter in a hub; the caller holds the hub's `turn`."""
 
     def __init__(self, hub: DraftHub, method: str, draft_tokens: int) -> None:
-        """`method` is vLLM's name of it: the family; it drafts at most `draft_tokens`."""
+        """The drafter's family is named after `method`, vLLM's name for the drafter.
+
+        The drafter drafts at most `draft_tokens`.
+        """
         self._hub = hub
         hello = Hello(NAME, f"vllm-{method}", "", draft_tokens)
         # vLLM tells its drafter of commits, so our messages to it are for nobody.
         self._drafter = hub.drafting.join(hello, _read_nothing, is_local=True)
 
     def take(self, guesses: Iterable[tuple[str, Sequence[int]]]) -> None:
-        """Take the guesses for requests, each behind all tokens that the request has now.
+        """Take the guesses for requests, each after all tokens that the request has now.
 
-        Guesses that the plan did not ask for are dropped, as are ids beyond the vocabulary: vLLM
-        marks with -1 where it has no guess.
+        Guesses that the plan did not ask for are dropped. So is an id beyond the vocabulary, with
+        the guesses after it: vLLM marks with -1 where it has no guess.
         """
         vocab_size = self._hub.limits.vocab_size
         batch = DraftBatch()
@@ -47,7 +51,7 @@ class OwnDrafter:
             if known:
                 batch.proposals.append(Proposal(sequence.id, length, known))
             if len(known) < self._drafter.hello.max_draft_tokens:
-                # Without it, a step could wait for the rest.
+                # Without a skip, a step could wait for further guesses.
                 batch.skips.append(Skip(sequence.id, length))
         if batch.proposals or batch.skips:
             self._hub.drafting.on_drafts(self._drafter, batch)

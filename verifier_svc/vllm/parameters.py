@@ -67,7 +67,7 @@ def vllm_parameters(sequence: Sequence, lark: str | None = None) -> vllm.Samplin
         stop_token_ids=sorted(sequence.end_ids),
         ignore_eos=True,
         logprobs=request.top_logprobs,
-        # A sequence that had a forward before it was unread has sent them already.
+        # A sequence that had a forward before it was unread has sent those of its prompt already.
         prompt_logprobs=None if sequence.stats.forward_count else request.prompt_logprobs,
         structured_outputs=structured,
         detokenize=False,
@@ -106,7 +106,10 @@ def sequence_id_of(parameters: vllm.SamplingParams) -> int | None:
 
 
 def drawing_of(parameters: vllm.SamplingParams) -> Drawing | None:
-    """Return how to draw a request's tokens; None if vLLM draws them: it is greedy, or not ours."""
+    """Return how to draw a request's tokens; None if vLLM draws them.
+
+    vLLM draws for requests that are not ours, and for greedy requests that adjust no logits.
+    """
     plain = _ours(parameters)
     if "seed" not in plain:
         return None

@@ -111,7 +111,7 @@ def settings_for(vllm_config: Any) -> VerifierSettings:
 
 
 class DraftPort:
-    """The drafters' port of an engine core: a gRPC server on a thread, beside vLLM's own."""
+    """The drafters' port of an engine core: a gRPC server on a thread beside vLLM's own thread."""
 
     def __init__(self, settings: VerifierSettings, vllm_config: Any) -> None:
         self._settings = settings
@@ -189,12 +189,12 @@ class DraftPort:
 
 
 class SharedHub(DraftHub):
-    """A hub for requests of vLLM's server. Its posted work runs on another thread than vLLM's."""
+    """A hub for requests of vLLM's server. Work posted to it runs on a thread beside vLLM's."""
 
     is_own = False
 
     def pause(self, seconds: float) -> None:
-        """Give the turn to the other thread until it has run some work."""
+        """Give the turn to the other thread until it has run work or `seconds` have passed."""
         self.outbox.send_to_drafters()
         self.turn.wait(seconds)
 

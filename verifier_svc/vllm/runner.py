@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 SCHEDULER = "verifier_svc.vllm.scheduler.OutriderScheduler"
 OWN_DRAFTERS = ("draft_model", "dflash", "dspark", "eagle", "eagle3", "mtp")
-"""Methods of vLLM's drafters whose guesses are drafts of ours, as vLLM's configuration has them."""
+"""The methods, in vLLM's configuration, of vLLM's own drafters whose guesses we take as drafts."""
 _MARK = "outrider_wraps"
 
 
@@ -112,7 +112,7 @@ def install() -> None:
 
 
 def _with_preparation(init_device: Callable[..., Any]) -> Callable[..., Any]:
-    """Return an `init_device`, which makes the runner, that prepares the runner's class first."""
+    """Return an `init_device` that prepares the runner's class before it makes the runner."""
 
     @wraps(init_device)
     def prepare_and_init(worker: Any) -> Any:
@@ -182,7 +182,7 @@ def _prepare_v1() -> None:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     _replace(GPUModelRunner, "_sample", _with_noise)
-    # It is the last part of loading a model, on a GPU and on a CPU.
+    # This method is the last part of loading a model, on a GPU and on a CPU.
     _replace(GPUModelRunner, "_setup_eagle3_aux_hidden_state_outputs", _with_offer)
     _replace(GPUModelRunner, "execute_model", _with_states)
     if current_platform.is_cpu():

@@ -1,8 +1,8 @@
 """vLLM's scheduler with our drafts. Only this module uses the scheduler's private state.
 
-Name it with `--scheduler-cls verifier_svc.vllm.scheduler.OutriderScheduler`. Both runners of vLLM
-take a draft as `Request.spec_token_ids` and verify it in the next forward. A fault of our code ends
-only the drafting: requests go on as without drafters.
+vLLM loads it with `--scheduler-cls verifier_svc.vllm.scheduler.OutriderScheduler`. Both runners of
+vLLM take a draft as `Request.spec_token_ids` and verify it in the next forward. A fault of our code
+ends only the drafting: requests go on as without drafters.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class DraftingMixin(Scheduler):  # type: ignore[misc]  # vLLM may be missing whe
         if method is not None:
             with self._hub.turn:
                 self._own_drafter = OwnDrafter(self._hub, method, self.num_spec_tokens)
-        # Each group of layers, as hybrids have them, takes a page of its own for the same tokens.
+        # A hybrid model has several groups of layers. Each takes its own page for the same tokens.
         self._page_groups = max(1, len(self.kv_cache_config.kv_cache_groups))
         self._drafts = True
 
@@ -151,7 +151,7 @@ class DraftingMixin(Scheduler):  # type: ignore[misc]  # vLLM may be missing whe
             request.spec_token_ids = tokens
 
     def _spare_pages(self) -> int:
-        """Return how many free pages no request's plain step needs."""
+        """Return how many free pages, per group of layers, no request's plain step needs."""
         size = self.block_size
         groups = self._page_groups
         needed = 0
@@ -204,12 +204,12 @@ class DraftingMixin(Scheduler):  # type: ignore[misc]  # vLLM may be missing whe
         )
 
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
-        """Take the drafts of vLLM's own drafter, unless it is a stub."""
+        """Take the drafts of vLLM's own drafter; do nothing if our stub is in its place."""
         own_drafter = self._own_drafter
         if own_drafter is None or not self._drafts:
             return
         pairs = zip(draft_token_ids.req_ids, draft_token_ids.draft_token_ids, strict=True)
-        # What vLLM guesses behind a part of a prompt means nothing.
+        # What vLLM guesses after a part of a prompt that is not the last part means nothing.
         found = [
             each
             for each in pairs
@@ -222,7 +222,7 @@ class DraftingMixin(Scheduler):  # type: ignore[misc]  # vLLM may be missing whe
 def _generates(request: Request) -> bool:
     """Return whether a request gets tokens, and has a prompt of tokens.
 
-    Embeddings have no drafters.
+    A request for embeddings, or with a prompt of embeddings, has no drafters.
     """
     return request.sampling_params is not None and request.prompt_token_ids is not None
 

@@ -1,11 +1,11 @@
-"""The versions of vLLM whose private parts are known to be as this package takes them."""
+"""The versions of vLLM whose private parts are known to be as this package expects them."""
 
 from __future__ import annotations
 
 from outrider.errors import invalid
 
 SUPPORTED = ("0.32", "0.33")
-"""Minor versions. Tests run the first. For the others, the code of the used parts was read."""
+"""Minor versions. Tests run the first. For the other, the code of the parts in use was read."""
 
 
 def check_version(version: str) -> None:

@@ -1,6 +1,6 @@
 // Calls Outrider's gRPC services from C++. Usage: client GATEWAY VERIFIER UNAVAILABLE [CERTS]
-// (host:port each). With CERTS, a folder that `outrider certs` made, it uses mutual TLS as an
-// operator.
+// (host:port each). UNAVAILABLE is a gateway that has no verifier. With CERTS, a folder that
+// `outrider certs` made, the client uses mutual TLS as an operator.
 #include <grpcpp/grpcpp.h>
 
 #include <chrono>

@@ -1,6 +1,6 @@
 // Command client calls Outrider's gRPC services. Usage: client GATEWAY VERIFIER UNAVAILABLE [CERTS]
-// (host:port each). With CERTS, a folder that `outrider certs` made, it uses mutual TLS as an
-// operator.
+// (host:port each). UNAVAILABLE is a gateway that has no verifier. With CERTS, a folder that
+// `outrider certs` made, the client uses mutual TLS as an operator.
 package main
 
 import (
@@ -29,8 +29,8 @@ import (
 )
 
 // channel returns a channel. With TLS the server's certificate must have the given name. If the
-// name is empty, the certificate must have the host's name. With gRPC 1.63 or later, dial.New is
-// grpc.NewClient.
+// name is empty, the certificate must have the host's name. In your own code, call grpc.NewClient
+// in place of dial.New: gRPC has it from 1.63 on.
 func channel(address, name string) *grpc.ClientConn {
 	var security *tls.Config
 	if len(os.Args) > 4 {
@@ -119,7 +119,7 @@ func explain(err error) (failure Failure) {
 }
 
 // patient reads a text. It tries again as the error's retry rule and RetryInfo say, and returns the
-// number of tries.
+// text and the number of tries, which is at most `most`.
 func patient(
 	ctx context.Context, client pb.GenerationServiceClient, asked *pb.GenerateTextRequest, most int,
 ) (text string, tries int, err error) {

@@ -5,8 +5,9 @@ import pb "outrider.dev/go/outrider/v1"
 // The least confidence that is sent: the contract allows no confidence of 0.
 const leastConfidence = 1e-6
 
-// proposal returns the unsent guesses as a proposal that is complete in itself, with the strategy's
-// branches; nil if there are no unsent guesses.
+// proposal returns a proposal of all guesses, sent and unsent, so it needs no earlier proposal.
+// Unless the guesses were sampled, it also has the strategy's branches. If no guess is unsent,
+// proposal returns nil.
 func (s *sequence) proposal() *pb.Proposal {
 	if s.sent == len(s.guesses) {
 		return nil
@@ -33,7 +34,7 @@ func (s *sequence) proposal() *pb.Proposal {
 	return proposal
 }
 
-// branches returns the strategy's branches as far as there is room; it asks once for each verdict.
+// branches returns the strategy's branches that have room. It asks the strategy once per verdict.
 func (s *sequence) branches() (fitting []Branch) {
 	brancher, ok := s.strategy.(Brancher)
 	room := s.branchRoom()
@@ -77,7 +78,7 @@ func sized(given []float32, count int) []float32 {
 	return all
 }
 
-// complete returns confidences as the contract has them: one for each token, in (0, 1], or none.
+// complete returns confidences as the contract demands: one in (0, 1] for each token, or none.
 func complete(given []float32) []float32 {
 	for i, confidence := range given {
 		switch {

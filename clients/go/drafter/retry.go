@@ -15,8 +15,8 @@ const (
 	goodStream = time.Minute
 )
 
-// The reasons that a drafter can get and that errors.proto marks "Retry: never". They decide if a
-// verifier's error does not say `retry`.
+// The reasons that a drafter can get and that errors.proto marks "Retry: never". They count where a
+// verifier's error has no `retry`.
 var final = map[string]bool{
 	"CERTIFICATE_NOT_ALLOWED": true, "INVALID_VALUE": true, "MALFORMED_REQUEST": true,
 	"TOKENIZER_MISMATCH": true, "UNSUPPORTED_PARAMETER": true,

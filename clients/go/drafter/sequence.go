@@ -72,8 +72,9 @@ func (s *sequence) room() int {
 	return max(0, most-len(s.guesses))
 }
 
-// branchRoom returns how many tokens branches may have together: those that the next step can
-// verify as a tree, or as many as the window has room for where the drafter runs ahead.
+// branchRoom returns how many tokens branches may have together: as many as the next step can
+// verify in a tree beside the chain, or, where the drafter runs ahead, as many as the window has
+// room for.
 func (s *sequence) branchRoom() int {
 	most := min(int(s.window.GetTokenCount()), maxProposalTokens)
 	if s.tree > s.wanted {

@@ -117,7 +117,7 @@ func (c Config) receive(
 	}
 }
 
-// leave sends Draining and reads to the end. If the process exited at once, the message would be
+// leave sends Draining and reads to the end. If the process exited at once, the message could be
 // lost.
 func leave(call pb.VerifierService_StreamDraftsClient, ended <-chan error, end func()) error {
 	draining := &pb.Draining{Reason: "the drafter is stopping"}

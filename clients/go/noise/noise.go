@@ -15,7 +15,8 @@ func Key(seed, position uint64) uint64 {
 	return uint64(c[0]) | uint64(c[1])<<32
 }
 
-// Output returns output number token, counted from 0, of SplitMix64 started with the state key.
+// Output starts SplitMix64 with the state `key`, and returns its output number `token` (0 is
+// the first).
 func Output(key uint64, token uint32) uint64 {
 	z := key + (uint64(token)+1)*0x9E3779B97F4A7C15
 	z = (z ^ z>>30) * 0xBF58476D1CE4E5B9

@@ -1,4 +1,5 @@
-// Calls Outrider's gRPC services from Java. Usage: Client GATEWAY VERIFIER UNAVAILABLE (host:port)
+// Calls Outrider's gRPC services from Java. Usage: Client GATEWAY VERIFIER UNAVAILABLE
+// (host:port each). UNAVAILABLE is a gateway that has no verifier.
 import com.google.protobuf.Any;
 import com.google.protobuf.InvalidProtocolBufferException;
 import com.google.rpc.BadRequest;

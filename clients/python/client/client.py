@@ -2,7 +2,8 @@
 
 python client.py GATEWAY VERIFIER UNAVAILABLE [CERTS]    (host:port each)
 
-With CERTS, a folder that `outrider certs` made, it uses mutual TLS as an operator.
+UNAVAILABLE is a gateway that has no verifier. With CERTS, a folder that `outrider certs` made, the
+client uses mutual TLS as an operator.
 """
 
 import sys
@@ -63,7 +64,7 @@ class Failure:
 
 
 def patiently(start: Callable[[], grpc.Call], tries: int) -> Iterable[object]:
-    """Return a stream's messages; start it again as the error's retry rule and RetryInfo say."""
+    """Return a stream's messages; retry as the error's retry rule and RetryInfo say."""
     backoff_s = 0.1
     while True:
         call = start()
@@ -79,7 +80,7 @@ def patiently(start: Callable[[], grpc.Call], tries: int) -> Iterable[object]:
 
 
 def check(name: str, *facts: bool) -> None:
-    """Print the name of a check that holds; else exit."""
+    """Print the name of a check if all its facts hold; otherwise exit."""
     if not all(facts):
         raise SystemExit(f"{name} failed: {facts}")
     print("ok", name)

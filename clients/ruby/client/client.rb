@@ -1,6 +1,7 @@
 # Calls Outrider's gRPC services from Ruby.
 # Usage: client.rb GATEWAY VERIFIER UNAVAILABLE [CERTS] (host:port each)
-# With CERTS, a folder that `outrider certs` made, it uses mutual TLS as an operator.
+# UNAVAILABLE is a gateway that has no verifier. With CERTS, a folder that `outrider certs` made,
+# the client uses mutual TLS as an operator.
 $LOAD_PATH.unshift(File.join(__dir__, "build"))
 require "google/protobuf/well_known_types" # without it, Any has no `unpack`
 require "google/rpc/error_details_pb"

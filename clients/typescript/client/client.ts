@@ -1,6 +1,7 @@
 // Calls Outrider's gRPC services from TypeScript.
 // Usage: client.ts GATEWAY VERIFIER UNAVAILABLE [CERTS] (host:port each)
-// With CERTS, a folder that `outrider certs` made, it uses mutual TLS as an operator.
+// UNAVAILABLE is a gateway that has no verifier. With CERTS, a folder that `outrider certs` made,
+// the client uses mutual TLS as an operator.
 import { readFileSync } from "node:fs";
 import { setTimeout as sleep } from "node:timers/promises";
 import { durationMs } from "@bufbuild/protobuf/wkt";
@@ -60,7 +61,7 @@ async function failure(call: Promise<unknown>) {
   return { code: error.code, info, field, retryDelay: retry?.retryDelay };
 }
 
-/** A call's result; tries again as the error's retry rule and RetryInfo say. */
+/** A call's result, after at most `tries` tries, as the error's retry rule and RetryInfo say. */
 async function patiently<T>(call: () => Promise<T>, tries: number): Promise<T> {
   for (let backoff = 100; ; backoff = Math.min(2 * backoff, 2000)) {
     try {

@@ -1,5 +1,5 @@
 # Redis as a cache with TLS and users: `redis.sh serve` runs it, `redis.sh ping` asks for its health.
-# Its user has the rights that docs/operations.md lists, and nobody else may do more than ping.
+# The user `outrider` has the rights that docs/operations.md lists. Everybody else may only ping.
 set -eu
 cd "${OUTRIDER_SECRETS:-/run/outrider/secrets}"
 if [ "$1" = ping ]; then

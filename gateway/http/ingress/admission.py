@@ -28,7 +28,8 @@ _SCOPE_KEY = "outrider.admitted"
 _ENDLESS = ClientTimeout(total_s=math.inf)
 # A body may name a timeout even where its headers choose none. So the gateway reads the bodies of
 # this many such requests of a tenant at a time before it checks whether they would be late. It
-# checks further requests unread, since it must not read all bodies of a burst that is late.
+# checks further requests before it reads their bodies, since it must not read all bodies of a burst
+# that is late.
 _READ_AT_ONCE = 8
 # OpenAI's clients send their timeout in these headers: the Python client in the first, the clients
 # in other languages in the second.

@@ -166,7 +166,7 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
-        """Answer a request that the parser refused with an error in its API's shape."""
+        """Answer a request that the parser refused. The error has the shape of the path's API."""
         malformed = OutriderError(Reason.MALFORMED_REQUEST, f"this is not HTTP/1.1: {msg}")
         self._refuse(self._refusal or malformed)
 

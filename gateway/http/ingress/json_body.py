@@ -23,7 +23,7 @@ _SMALL_BYTES = 64 * 1024
 
 
 class JsonRoute(APIRoute):
-    """A route whose body, unless it is small, `check_size` checks before it is parsed."""
+    """A route that has `check_size` check each body before it is parsed, unless it is small."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """Return the route's handler, wrapped so that the request's `json` checks the size."""

@@ -17,8 +17,8 @@ def check_size(body: bytes, max_values: int = MAX_VALUES) -> None:
 
     Raises OutriderError(REQUEST_TOO_LARGE) for more than MAX_STRINGS strings or `max_values`
     values, and OutriderError(MALFORMED_REQUEST) unless the body is UTF-8. The counts are exact for
-    valid JSON; the parser refuses invalid JSON. The check takes about 10 ms for 4 MiB, since only
-    methods of `bytes` look at every byte.
+    valid JSON, except that an empty list or object counts as two values. The parser refuses invalid
+    JSON. The check takes about 10 ms for 4 MiB, since only methods of `bytes` look at every byte.
     """
     if not json.detect_encoding(body).startswith("utf-8"):
         raise OutriderError(Reason.MALFORMED_REQUEST, "the body must be JSON in UTF-8")

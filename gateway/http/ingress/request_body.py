@@ -25,8 +25,8 @@ _CHANGED = (b"content-encoding", b"content-length")
 class BodyLimit:
     """Refuses a body above MAX_BODY_BYTES with 413 before the body is held in memory.
 
-    A body in gzip or deflate is decompressed, and the limit holds for the decompressed body.
-    Another Content-Encoding is refused with 415.
+    A body in gzip or deflate is decompressed, and the limit holds for the decompressed body. Any
+    other Content-Encoding except identity is refused with 415.
     """
 
     def __init__(self, app: ASGIApp) -> None:

@@ -167,7 +167,7 @@ class CountTokensBody(Body):
     speed: Any = ignored()
 
     async def chat(self, **more: Any) -> ChatBody:
-        """Return the same request as a chat's body, with `more` fields of a chat.
+        """Return the same request as a chat's body, with the fields `more` of a chat added.
 
         Lets other requests run while it translates a long conversation. Raises
         OutriderError(INVALID_VALUE) that names a field of Anthropic's request.
@@ -228,8 +228,8 @@ class MessagesBody(CountTokensBody):
     structured_outputs: StructuredOutputs | None = Field(
         default=None, description="As in /v1/chat/completions."
     )
-    # The field is refused by name, since a request that continues a thread has only the newest
-    # messages.
+    # The field is declared only to be refused in any case, since a request that continues a thread
+    # has only the newest messages.
     thread: Annotated[Any, AfterValidator(_refuse_thread)] = Field(
         default=None, description="Not supported: each request must have all messages."
     )

@@ -138,7 +138,8 @@ ClientType = Literal[
 ]
 _OLD_EDITOR = ("str_replace_editor", _EDIT_ABOUT, _editor("new_str", "undo_edit"))
 _EDITOR = ("str_replace_based_edit_tool", _EDIT_ABOUT, _editor("insert_text"))
-# The name, description and input of each tool, which Anthropic's models know from training.
+# The name, description and input schema of each tool. Anthropic's models know the tools from
+# training.
 CLIENT_TOOLS: dict[ClientType, tuple[str, str, dict[str, Any]]] = {
     "bash_20241022": ("bash", _BASH_ABOUT, _BASH),
     "bash_20250124": ("bash", _BASH_ABOUT, _BASH),

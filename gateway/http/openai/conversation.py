@@ -27,7 +27,7 @@ _TEMPLATE_OWN = (
     "continue_final_message",
 )
 # An answer's message has these fields besides its text. Clients send them back in a history, so
-# they are accepted where they are empty.
+# they are dropped where they are empty.
 _EMPTY_IN_MESSAGE = ("annotations", "audio", "function_call", "refusal", "tool_calls")
 
 
@@ -72,8 +72,8 @@ MAX_DEPTH = 128
 def checked_json(value: Any) -> Any:
     """Return the JSON value itself.
 
-    Raises ValueError if it is nested more than MAX_DEPTH deep, or has an infinite number or text
-    that is not Unicode.
+    Raises ValueError if it is nested more than MAX_DEPTH deep, or if it has a number that JSON
+    cannot hold, or text that is not Unicode.
     """
     level = [value]
     for _ in range(MAX_DEPTH + 1):
@@ -111,7 +111,7 @@ class Arguments(NamedTuple):
     text: str
 
 
-# An object begins with its first key, its end, or nothing yet.
+# After an object's opening brace comes its first key, its end, or nothing yet.
 _OBJECT = re.compile(r'\s*\{\s*("|\}|$)')
 
 
@@ -120,7 +120,7 @@ def read_arguments(text: str) -> Arguments | None:
 
     Cut arguments hold only the complete values, as in Anthropic's clients. The arguments are empty
     if the model wrote something that no prompt can hold, such as endless digits or brackets. Return
-    None if the text does not even begin an object.
+    None if the text does not even begin an object, or if more text follows the object.
     """
     text = text or "{}"
     if not _OBJECT.match(text):
@@ -141,7 +141,8 @@ def read_arguments(text: str) -> Arguments | None:
 def whole_arguments(text: str) -> str:
     """Return a call's arguments as JSON, completed if they were cut off.
 
-    Raises ValueError if they do not even begin an object.
+    Raises ValueError unless they are an object or the beginning of one, and OutriderError as
+    `check_size` does.
     """
     check_size(text.encode())
     found = read_arguments(text)
@@ -178,7 +179,7 @@ class Message(Body):
     """One turn of a conversation. `developer` is OpenAI's newer name for `system`."""
 
     # The calls are declared before the content, because only the first error is reported. In a
-    # message with calls the content is null, so an error in the calls says more.
+    # message with calls the content is mostly null, so an error in the calls says more.
     role: Literal["system", "developer", "user", "assistant", "tool"]
     function_call: _NoCalls = None
     tool_calls: Listed[ToolCall] | None = None
@@ -233,7 +234,7 @@ class Message(Body):
 
 
 def template_variables(values: dict[str, Any]) -> dict[str, Any]:
-    """Raise ValueError for too many, too long or reserved variables of a chat template."""
+    """Return a chat template's variables. Raises ValueError for too many, long or reserved ones."""
     if len(values) > MAX_TEMPLATE_VARIABLES:
         raise ValueError(f"must hold at most {MAX_TEMPLATE_VARIABLES} names")
     for name in values:

@@ -32,7 +32,7 @@ def _top_logprobs(token: LogprobToken) -> dict[str, float | None] | None:
     """Map tokens' texts to log probabilities, the likeliest first.
 
     The token itself is among them, as at OpenAI. Several tokens may have the same text, such as
-    parts of characters. The likeliest is kept.
+    parts of characters. Of these tokens, the likeliest is kept.
     """
     if token.logprob is None:
         return None
@@ -103,7 +103,7 @@ class ResponseShape(ABC):
     whole_object: str
     chunk_object: str
     opening: ClassVar[Json | None] = None
-    """The content of a choice's first chunk, before any text; None for no such chunk."""
+    """The content of a choice's first chunk, before any text; None if there is no such chunk."""
     closing: ClassVar[Json]
     """The content of a choice's last chunk, with the finish reason."""
 

@@ -93,8 +93,8 @@ def _answer_options(body: ChatBody) -> AnswerOptions:
 def coalesces(body: GenerationBody) -> bool:
     """Return whether a chunk may hold the whole answer.
 
-    A chunk may not hold it if the caller reads the answer as it grows, or if a stop string may end
-    it early.
+    A chunk may not hold it if the caller reads the answer as it grows or asks for each token's
+    source, or if a stop string may end the answer early.
     """
     return not (body.stream or body.stop or body.speculation.tokens)
 

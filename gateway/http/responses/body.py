@@ -149,7 +149,7 @@ class PromptBody(Body):
         return _NAMES | tools
 
     def chat(self, items: Sequence[Item], **more: Any) -> ChatBody:
-        """Return the same request as a chat: the conversation's `items`, and `more` fields.
+        """Return the same request as a chat: the conversation's `items`, and the fields `more`.
 
         Raises OutriderError that names a parameter as a chat does, see `names`.
         """

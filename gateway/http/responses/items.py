@@ -76,7 +76,7 @@ _PARTS: dict[str, type[TextPart | RefusalPart]] = {
 
 
 def _joined(name: str, kinds: Mapping[str, type[Any]], form: Any) -> Any:
-    """Return a field's type: a text, or a list of parts, which is joined to a text."""
+    """Return the validator of a text field. It joins a list of parts to a text."""
 
     def join(value: object) -> object:
         """Return the text of a list of parts. Raises OutriderError that names the part."""

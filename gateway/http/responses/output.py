@@ -34,13 +34,13 @@ _KINDS = {"message": _MESSAGE, "reasoning": _THOUGHT, "function_call": _CALL}
 
 
 _NOTHING_YET: Json = dict.fromkeys(("completed_at", "error", "incomplete_details", "usage"))
-"""The fields that only a complete response has."""
+"""The fields that are null until a response is complete."""
 
 
 class OutputItems:
     """Turns the parts of an answer into items. Its methods return the events, in order.
 
-    `namespaced` maps the name that the model uses to a function's namespace and name.
+    `namespaced` maps the name by which the model knows a function to its namespace and name there.
     """
 
     def __init__(self, namespaced: Mapping[str, tuple[str, str]]) -> None:

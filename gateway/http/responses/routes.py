@@ -41,7 +41,7 @@ class _Conversation(NamedTuple):
 
 
 def _conversation(body: PromptBody, store: ResponseStore, tenant: str) -> _Conversation:
-    """Return the kept conversation that the body continues, and the items of its input.
+    """Return the kept conversation that the body continues, followed by the items of its input.
 
     Raises OutriderError(INVALID_VALUE) for items that are not kept, and for more items or bytes
     than a body could hold.

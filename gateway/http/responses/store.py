@@ -1,7 +1,7 @@
 """Keeps answers of the Responses API for a while, in memory, separately for each tenant.
 
 An answer is kept with its whole conversation. A piece of JSON that several answers of a tenant
-share is held once, so a long conversation costs its own length, not the sum over its answers.
+share is held once, so a long conversation costs its length once, not once for each answer.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class _Tenant:
 
 
 class ResponseStore:
-    """Keeps answers of all tenants. New answers replace the least recently used answers.
+    """Keeps answers of all tenants. If it is full, new answers replace the least recently used.
 
     A tenant cannot read another tenant's answers, and keeps at most MAX_TENANT_BYTES and
     MAX_TENANT_ANSWERS.

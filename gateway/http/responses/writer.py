@@ -29,7 +29,7 @@ class ResponseWriter:
         *,
         metrics: bool,
     ) -> None:
-        """`keep` is called with the complete response before its caller gets it.
+        """`keep` is called with the complete response before the client gets the response.
 
         The second argument of `keep` has the lengths of the deltas of each item's text.
         """
@@ -88,7 +88,7 @@ class ResponseWriter:
         }
         told = error_body(error)
         shown: Json = told["error"]
-        # OpenAI's clients read the flat fields, and clients of Open Responses the object `error`.
+        # OpenAI's clients read the flat fields. Clients of Open Responses read the object `error`.
         flat = {name: shown[name] for name in ("code", "message", "param")}
         return self._written([{"type": "error", **flat, **told}, self._event("failed")])
 

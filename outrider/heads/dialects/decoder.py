@@ -36,7 +36,7 @@ _MOST_LAYERS = 1000
 def read_decoder(
     keys: Keys, weights: Weights, *, qwen3: bool = False, by_transformers: bool = True
 ) -> Decoder:
-    """Read the sizes of a head's layers, named "layers.{i}." in `weights`.
+    """Read the sizes of a head's layers; their names in `weights` begin with "layers.{i}.".
 
     With `qwen3`, a head whose model_type is qwen3 must have norms of queries and keys.
     `by_transformers` is True if the head's code takes its rotary embedding from `transformers`.
@@ -82,7 +82,7 @@ def read_decoder(
 
 
 def _rope(keys: Keys, by_transformers: bool) -> dict[str, Any]:
-    """Return the rotary embedding's numbers, which configs state in one of two ways."""
+    """Return the rotary embedding's numbers, which a config states in one of two sections."""
     stated = _rotary(keys)
     kind = stated.text("rope_type", stated.text("type", "default"))
     # A token of a text has one position number, so the multimodal sections change nothing.
@@ -157,8 +157,8 @@ def take_layers(
 ) -> None:
     """Take the weights of all layers.
 
-    The first layer's projections read `first_input` numbers; without `first_norm` it has no
-    input_layernorm.
+    The queries, keys and values of the first layer are made from `first_input` numbers. Without
+    `first_norm`, the first layer has no input_layernorm.
     """
     hidden, size = decoder.hidden_size, decoder.head_size
     for i in range(decoder.layer_count):
@@ -190,8 +190,8 @@ def take_vocabulary(
     """Take embeddings, lm_head and the vocabulary map; return draft vocabulary size and target ids.
 
     `keys` has the head's own vocab_size and tie_word_embeddings. `draft_size` is the size of the
-    draft vocabulary that the config states, None for the whole vocabulary. The target ids of the
-    draft vocabulary are None if they are the draft's own ids.
+    draft vocabulary that the config states, None for the whole vocabulary. The returned target ids
+    are None if the ids of the draft vocabulary are the target's ids.
     """
     whole = keys.integer("vocab_size", target.vocab_size)
     size = draft_size or whole
@@ -230,7 +230,7 @@ def other_vocabulary(keys: Keys, size: int, target: TargetShape) -> Exception:
 def _target_ids(weights: Weights, size: int, whole: int, vocab_size: int) -> torch.Tensor | None:
     """Convert a vocabulary map to target ids; in the file it has offsets: id = i + d2t[i].
 
-    `whole` is the vocabulary of the head's embeddings, which may be larger than the target's.
+    `whole` is the number of the head's embeddings. It may exceed the target's vocabulary.
     """
     offsets = weights.ids("d2t", size)
     members = weights.ids("t2d", whole)
@@ -281,7 +281,7 @@ def choose_aux_layers(
     """Return the auxiliary layers that a file most likely means, and others that it may mean.
 
     `candidates` are in order of likelihood; `chosen` is the user's setting, which replaces them.
-    Raises OutriderError if the first candidate does not fit the target.
+    Raises OutriderError if the first candidate does not fit `count` or the target.
     """
     ordered = [chosen] if chosen is not None else list(dict.fromkeys(candidates))
     for ids in ordered[:1]:
@@ -311,9 +311,9 @@ def possible_aux_layers(
 ) -> list[tuple[int, ...]]:
     """Return the auxiliary layers that the ids of a file may mean, the likeliest first.
 
-    `stated` are auxiliary layers, but heads that were converted to that form often kept the ids of
-    layers. `of_layers` are ids of layers; the output of each of them is the input of the next
-    layer, which is the auxiliary layer. A file without ids means `default`.
+    `stated` are auxiliary layers, but a head that was converted to that form often kept its ids of
+    layers. `of_layers` are ids of layers; the output of each is the input of the next layer, whose
+    number is the auxiliary layer's. A file without ids means `default`.
     """
     if stated:
         return [stated, after(stated), default]

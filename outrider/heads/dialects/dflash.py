@@ -1,4 +1,4 @@
-"""DFlash and DSpark: z-lab, DeepSpec, SpecForge, ModelOpt and speculators."""
+"""DFlash and DSpark: the files of z-lab, DeepSpec, SpecForge, ModelOpt and speculators."""
 
 from __future__ import annotations
 
@@ -137,11 +137,11 @@ def _even(target_layers: int, layers: int) -> tuple[int, ...]:
 
 
 def _causal(keys: Keys, own: Keys, decoder: Decoder) -> tuple[bool, ...]:
-    """Return for each layer whether a block's rows see only the rows before them.
+    """Return for each layer whether a row sees, of its block, only itself and the rows before it.
 
     A file may state this for all layers. Where a file states nothing, its layers with a window are
     causal, as SpecForge and speculators train them. With speculators' key
-    sliding_window_non_causal, these layers see the whole block too.
+    sliding_window_non_causal, rows see the whole block in these layers, as in all others.
     """
     for part, name in ((keys, "is_causal"), (own, "is_causal"), (own, "causal")):
         if name in part:

@@ -1,4 +1,7 @@
-"""EAGLE-3 and P-EAGLE: SafeAILab, SpecForge, AngelSlim, ModelOpt, speculators and DeepSpec."""
+"""EAGLE-3 and P-EAGLE.
+
+Reads the files of SafeAILab, SpecForge, AngelSlim, ModelOpt, speculators and DeepSpec.
+"""
 
 from __future__ import annotations
 
@@ -72,19 +75,19 @@ def read_eagle3(
         # A speculators file without the key is an early EAGLE-3 head, and such heads normalise the
         # residual.
         residual_normed=keys.flag("norm_before_residual", by_speculators and not is_parallel),
-        # SpecForge writes norm_output for the norm before lm_head, which every head has. Only
-        # EAGLE-3.1, which norms its features as well, recycles the normed output.
+        # SpecForge's norm_output is about the norm before lm_head. Every head has the weights of
+        # this norm. Only EAGLE-3.1, which norms its features as well, recycles the normed output.
         recycle_normed=norm_output and (feature_norms or not is_midlayer),
         join_bias="fc.bias" in weights,
         mask_token_id=token,
     )
     forms = [spec]
     if is_midlayer and spec.recycle_normed:
-        # SpecForge trains EAGLE-3.1 on the state before the norm, and vLLM recycles the normed
+        # SpecForge trains EAGLE-3.1 on the state before the norm, but vLLM recycles the normed
         # state.
         forms.append(replace(spec, recycle_normed=False))
     if is_midlayer and "norm_output" in keys and not norm_output:
-        # SpecForge then leaves out the norm before lm_head, which other code always has.
+        # SpecForge then leaves out the norm before lm_head, which all other code computes.
         forms.append(replace(spec, scores_normed=False))
     partial = with_partial_rotary(layer_keys, decoder)
     if partial is not None:
@@ -123,7 +126,8 @@ def _refuse_modelopt(nested: Keys) -> None:
 def _candidates(keys: Keys, nested: Keys, target: TargetShape) -> list[tuple[int, ...]]:
     """Return the aux_layers that the file may mean, the likeliest first.
 
-    Top-level ids are auxiliary layers, nested ids are ids of layers.
+    At the top of the file, eagle_aux_hidden_state_layer_ids has auxiliary layers. In eagle_config,
+    the same key has ids of layers.
     """
     count = target.layer_count
     default = (2, count // 2, count - 3)

@@ -31,7 +31,7 @@ def read_glm(keys: Keys, folder: Path, target: TargetShape) -> Head:
     weights.rename(lambda name: name.removeprefix(prefix))
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False).get_mtp_config()
-    # `transformers` checks the config with errors of many types.
+    # `transformers` raises errors of many types for a wrong config.
     except Exception as cause:
         why = " ".join(str(cause).split())
         raise refusal(folder, f"its config.json cannot be read ({why})") from cause

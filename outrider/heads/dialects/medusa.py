@@ -1,4 +1,4 @@
-"""Medusa: heads of residual blocks on the target's final state; Medusa's own files, and vLLM's."""
+"""Medusa: heads of residual blocks on the target's final state. Reads Medusa's and vLLM's files."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def read_medusa(keys: Keys, weights: Weights, target: TargetShape) -> Head:
 
 
 def _plain_name(name: str, blocks: int) -> str:
-    """Return a tensor's name in Medusa's own files; vLLM's files have blocks and lm_heads."""
+    """Return a tensor's name in Medusa's own files; vLLM's files name blocks and lm_heads."""
     name = re.sub(r"^medusa_heads?\.", "", name)
     name = re.sub(r"^blocks\.(\d+)\.layers\.(\d+)\.", r"\1.\2.linear.", name)
     return re.sub(r"^lm_heads\.(\d+)\.weight$", rf"\1.{blocks}.weight", name)

@@ -3,7 +3,7 @@
 The first guess comes from the row of the last true feature. Each later step takes the previous
 step's state in place of the feature that the target has not computed. A later step's row comes
 right after the text, and the next row of a true feature overwrites it. Where trees are verified,
-each step follows several guesses.
+each step continues from several guesses.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """DFlash: a block of masks after the text, filled by one forward.
 
 Features become keys and values without any layer running over them: row i of the cache depends only
-on feature i. A block has its anchor, which is the last committed token, and then masks. Its rows
-see all committed tokens and each other, and nothing of a block stays in the cache.
+on feature i. A block has its anchor, which is the last committed token, and then masks. The rows of
+a block see all committed tokens and each other, unless a layer has a window or is causal. Nothing
+of a block stays in the cache.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class DFlash(HeadModel):
 
     @property
     def first_row(self) -> int:
-        """The first row of a block that guesses a token."""
+        """The index of a block's first row that guesses a token."""
         return 0 if self.spec.anchor_predicts else 1
 
     def block(self, sequences: Sequence[HeadSequence]) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""DSpark: a DFlash block whose scores are corrected by the previous token, and its confidences."""
+"""DSpark: a DFlash block with confidences, in which the previous token corrects the scores."""
 
 from __future__ import annotations
 

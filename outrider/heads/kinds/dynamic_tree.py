@@ -1,7 +1,7 @@
 """Dynamic draft trees, which grow by level, as in EAGLE-2 (arXiv 2406.16858).
 
-A forward follows the main guess of a level and the likeliest others: those with the greatest
-product of shares along their path.
+A forward continues from the main guess of a level and from the likeliest other guesses: those with
+the greatest product of shares along their path.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from outrider.protocol.token_tree import MAX_TREE_TOKENS
 from outrider.sampling.tensors import fetch, on
 
 WIDTH = 4
-"""The number of a level's guesses that are followed.
+"""The number of a level's guesses from which the next level continues.
 
-With 8, tokens per forward rise by at most 2 %.
+With 8 in place of 4, tokens per forward rise by at most 2 %.
 """
 
 
@@ -36,7 +36,7 @@ class Node(NamedTuple):
     """A guess. `path` has the tokens from the text to this guess.
 
     `shares` are the head's estimated probabilities of these tokens. `parent` is the row of the
-    guess before it, from 1 on; 0 is the text. The path's first `at` guesses are the chain's.
+    previous guess, from 1 on; 0 is the text. The path's first `at` guesses are the chain's.
     """
 
     parent: int

@@ -14,7 +14,7 @@ from outrider.heads.spec import Head
 
 
 class Eagle(AutoregressiveModel):
-    """A head whose state stands for the target's final state: the target's lm_head reads it."""
+    """A head whose state stands for the target's final state: lm_head reads it."""
 
     def __init__(self, head: Head) -> None:
         super().__init__(head)

@@ -1,4 +1,4 @@
-"""EAGLE-3: one layer over the features of several of the target's layers, step by step."""
+"""EAGLE-3: a layer, or more, over features of several of the target's layers, step by step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Multi-token prediction: a decoder layer of the target's own files, after its last layer."""
+"""Multi-token prediction: a decoder layer of the target's own files, after the target's layers."""
 
 from __future__ import annotations
 

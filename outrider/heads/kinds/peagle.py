@@ -1,7 +1,7 @@
 """P-EAGLE: EAGLE-3's layers, trained to guess all tokens of a round in one forward.
 
 Rows with the embedding of a mask token and a learned feature follow the rows of the text. The
-text's last row gives the first guess, and each row of masks gives a further guess.
+text's last row gives the first guess, and each mask's row gives a further guess.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 The final state of the token before the last is the context of all guesses of a round. The recurrent
 state begins at zero; it reads the last committed token, and then guess after guess. The scores
-depend on context and recurrent state. Where trees are verified, the beam that the paper searches
-for is a tree: each level follows the chain's guess and the likeliest others.
+depend on context and recurrent state. Where trees are verified, a tree takes the place of the
+paper's beam: each level continues from the chain's guess and from the likeliest other guesses.
 """
 
 from __future__ import annotations

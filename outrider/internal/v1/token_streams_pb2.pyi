@@ -26,7 +26,7 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class AgreeVersionRequest(_message.Message):
-    """The versions that the gateway speaks, in a row."""
+    """The versions that the gateway speaks: all from the oldest to the newest."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -81,8 +81,9 @@ class StreamTokensRequest(_message.Message):
     REQUESTS_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     version: _builtins.int
-    """Read from the stream's first message: the version that was agreed; 0 stands for 1. A verifier
-    that does not speak it ends the stream with NOT_READY. It may have been started anew since.
+    """The version that was agreed on; 0 stands for 1. The verifier reads it only from the stream's
+    first message. A verifier that does not speak this version, for example because it was started
+    anew, ends the stream with NOT_READY.
     """
     @_builtins.property
     def requests(self) -> _containers.RepeatedCompositeFieldContainer[Global___SequenceRequest]:
@@ -175,9 +176,9 @@ Global___CancelTokens: _TypeAlias = CancelTokens  # noqa: Y015
 
 @_typing.final
 class PauseTokens(_message.Message):
-    """The sequence's tokens are not read. The verifier leaves the sequence out of its steps, and sends
-    only tokens that it has already committed. gRPC's flow control could stop only the whole stream.
-    Does nothing for a sequence that has ended.
+    """The sequence's tokens are not read for now. The verifier leaves the sequence out of its steps,
+    and sends only tokens that it has already committed. gRPC's flow control could stop only the
+    whole stream. Does nothing for a sequence that has ended.
     """
 
     DESCRIPTOR: _descriptor.Descriptor

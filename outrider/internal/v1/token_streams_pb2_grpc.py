@@ -63,8 +63,8 @@ class TokenStreamServiceServicer:
 
     def StreamTokens(self, request_iterator, context):
         """Generates tokens for many sequences. All tokens that a step commits for the stream's sequences
-        come in one message, since a message costs more than its contents. For the same reason, the
-        caller puts all requests that it has at one time into one message. The end of the stream frees
+        come in one message, since a message costs more time than its contents do. For the same reason,
+        the caller puts all requests that wait to be sent into one message. The end of the stream frees
         all its sequences.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

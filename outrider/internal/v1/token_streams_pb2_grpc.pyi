@@ -46,8 +46,8 @@ class TokenStreamServiceStub:
     """
     StreamTokens: _grpc.StreamStreamMultiCallable[_token_streams_pb2.StreamTokensRequest, _token_streams_pb2.StreamTokensResponse]
     """Generates tokens for many sequences. All tokens that a step commits for the stream's sequences
-    come in one message, since a message costs more than its contents. For the same reason, the
-    caller puts all requests that it has at one time into one message. The end of the stream frees
+    come in one message, since a message costs more time than its contents do. For the same reason,
+    the caller puts all requests that wait to be sent into one message. The end of the stream frees
     all its sequences.
     """
 
@@ -64,8 +64,8 @@ class TokenStreamServiceAsyncStub(TokenStreamServiceStub):
     """
     StreamTokens: _aio.StreamStreamMultiCallable[_token_streams_pb2.StreamTokensRequest, _token_streams_pb2.StreamTokensResponse]  # type: ignore[assignment]
     """Generates tokens for many sequences. All tokens that a step commits for the stream's sequences
-    come in one message, since a message costs more than its contents. For the same reason, the
-    caller puts all requests that it has at one time into one message. The end of the stream frees
+    come in one message, since a message costs more time than its contents do. For the same reason,
+    the caller puts all requests that wait to be sent into one message. The end of the stream frees
     all its sequences.
     """
 
@@ -91,8 +91,8 @@ class TokenStreamServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_token_streams_pb2.StreamTokensResponse], _abc.AsyncIterator[_token_streams_pb2.StreamTokensResponse]]:
         """Generates tokens for many sequences. All tokens that a step commits for the stream's sequences
-        come in one message, since a message costs more than its contents. For the same reason, the
-        caller puts all requests that it has at one time into one message. The end of the stream frees
+        come in one message, since a message costs more time than its contents do. For the same reason,
+        the caller puts all requests that wait to be sent into one message. The end of the stream frees
         all its sequences.
         """
 

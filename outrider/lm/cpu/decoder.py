@@ -1,10 +1,10 @@
 """A whole forward of a Llama-like model in one call of `kernels/decoder.c`, in bfloat16 or float32.
 
-Int8 weights are multiplied in integers; the rest of such a model is in bfloat16.
+A model with int8 weights multiplies these in integers, and computes everything else in bfloat16.
 
-The `transformers` model stays: its modules hold the weights, and in a trial this forward must be as
-near to the logits in float32 as the model's own forward. Any other model keeps running its own
-forward.
+The `transformers` model stays: its modules hold the weights, and in a trial the logits of this
+forward must be about as near to the logits in float32 as those of the model's own forward. Any
+other model keeps running its own forward.
 """
 
 from __future__ import annotations
@@ -112,9 +112,9 @@ class CpuDecoder:
     def of(cls, model: Any, caches: Mapping[int, LayerCache], page_size: int) -> CpuDecoder | None:
         """Return a decoder for a model that `optimize_for_cpu` prepared.
 
-        Return None if the library does not support the model, or if in a trial the decoder is
-        further from the logits in float32 than the model's own forward. The trial overwrites the
-        pages from 0 on.
+        Return None if the library does not support the model, or if in a trial the decoder is too
+        far from the logits in float32 (see `worse_than_own`). The trial overwrites the pages from 0
+        on.
         """
         name = type(model).__name__
         try:
@@ -136,7 +136,7 @@ class CpuDecoder:
         Return float32 logits [R, V] for the layout's `logits_indices`, and the hidden states
         [states, T, H] of all its tokens; `outrider.lm.hidden_states` explains `states`.
         """
-        # Each dtype is given: while another thread loads a model, torch's default dtype differs.
+        # Each dtype is given: while another thread loads a model, torch's default dtype may differ.
         shape_RV = layout.logits_indices.numel(), self._vocab_size
         logits = torch.empty(shape_RV, dtype=torch.float32)
         step = self._step(layout, logits)

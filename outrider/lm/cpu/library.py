@@ -39,7 +39,7 @@ _ARM_BUILDS = {
     "_cpu_arm_bf16": (0, HWCAP2_BF16 | HWCAP2_I8MM),
     "_cpu_arm_dot": (HWCAP_ASIMDDP, 0),
 }
-# The constant `outrider_layout` of the C sources.
+# Equal to the constant `outrider_layout` of the C sources.
 LAYOUT = 2
 
 SETTING = "OUTRIDER_CPU_KERNELS"
@@ -51,7 +51,8 @@ SETTING = "OUTRIDER_CPU_KERNELS"
 def library() -> ctypes.CDLL | None:
     """Load the best build that this processor can run; None if none was built.
 
-    Raises OutriderError if OUTRIDER_CPU_KERNELS names a build that is missing here.
+    Raises OutriderError if OUTRIDER_CPU_KERNELS names a build that is missing, or that this
+    processor cannot run.
     """
     wanted = os.environ.get(SETTING)
     if wanted:

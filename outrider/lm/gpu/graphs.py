@@ -1,8 +1,8 @@
 """Runs whole forwards as CUDA graphs, each captured for a padded batch size (a bucket).
 
-One call launches the hundreds of kernels of a step. A graph repeats its kernels at the same
-addresses with the same numbers. So a forward's inputs lie in arrays with fixed addresses, all
-graphs share one block table, and the logits go to a fixed array too.
+One call launches the hundreds of kernels of a step. A graph repeats its kernels with the same
+addresses and the same numbers as arguments. So a forward's inputs lie in arrays with fixed
+addresses, all graphs share one block table, and the logits go to a fixed array too.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Replay = Callable[[], object]
 CaptureGraph = Callable[[Callable[[], object]], Replay]
 """Captures what a function launches; raises RuntimeError if it waits for the device."""
 
-# The sizes of decoding batches: numbers of sequences, and mean numbers of tokens a sequence.
+# The sizes of decoding batches: numbers of sequences, and mean numbers of tokens per sequence.
 # Padding adds at most half to the number of sequences if there are 16 or more, and at most half to
 # the mean if it is 2 or more.
 _LARGE_BATCHES = tuple(
@@ -45,7 +45,7 @@ class Bounds:
     """The largest forward to capture: sequences, tokens of one sequence, tokens in all.
 
     A batch in which a sequence has more than `tokens_each` tokens, as most prompts do, uses a graph
-    for any number of sequences.
+    that serves any number of sequences.
     """
 
     sequences: int
@@ -71,7 +71,8 @@ def buckets(bounds: Bounds) -> list[Bucket]:
 def bucket_of(lengths: Sequence[int], bounds: Bounds) -> Bucket | None:
     """Return the bucket of a batch whose slices have these `lengths`; None if none fits.
 
-    A decoding batch gets the smallest batch size that fits, and for it the smallest mean.
+    A decoding batch gets the smallest batch size that fits, and with this size the smallest mean
+    that fits.
     """
     total = sum(lengths)
     if len(lengths) > bounds.sequences or total > bounds.tokens:
@@ -79,8 +80,8 @@ def bucket_of(lengths: Sequence[int], bounds: Bounds) -> Bucket | None:
     if max(lengths) > bounds.tokens_each:
         return _mixed(_at_least(total, _up_to(bounds.tokens, _PROMPT_ROWS)), bounds)
     batch = _at_least(len(lengths), _up_to(bounds.sequences, _BATCHES))
-    # Graphs with a mean of 1 are for one token a sequence. Any other batch needs a mean of at least
-    # 2.
+    # Graphs with a mean of 1 are for one token per sequence. Any other batch needs a mean of at
+    # least 2.
     mean = 1 if max(lengths) == 1 else max(2, -(-total // batch))
     return _decoding(batch, _at_least(mean, _means(batch, bounds)), bounds)
 
@@ -259,7 +260,7 @@ def _up_to(most: int, sizes: Sequence[int]) -> list[int]:
 
 
 def _means(batch: int, bounds: Bounds) -> list[int]:
-    """Return the means to capture, up to the first with which `batch` has `bounds.tokens`."""
+    """Return the means to capture, up to the first with which `batch` reaches `bounds.tokens`."""
     means = _up_to(bounds.tokens_each, _MEANS)
     enough = sum(batch * mean < bounds.tokens for mean in means)
     return means[: enough + 1]
@@ -280,7 +281,7 @@ class _CudaCapture:
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
-        # torch has no types for it.
+        # torch has no types for `Stream`.
         self._stream = cast(Any, torch.cuda.Stream)()
 
     def __call__(self, run: Callable[[], object]) -> Replay:

@@ -26,7 +26,7 @@ from outrider.lm.pages import KVSequence
 
 @dataclass(frozen=True, slots=True)
 class CacheShape:
-    """Tokens a page, maximum pages of a sequence, and the number of a page for padding only."""
+    """The tokens in a page, the maximum pages of a sequence, and the page for padding."""
 
     page_size: int
     pages_each: int
@@ -35,7 +35,7 @@ class CacheShape:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """The size of a captured forward: sequences, tokens in all, maximum tokens of a sequence."""
+    """A captured forward's numbers of sequences and tokens, and the longest sequence's tokens."""
 
     batch: int
     rows: int
@@ -63,7 +63,7 @@ class BlockTable:
         self._copied = torch.Event(device) if self._pinned else None
 
     def host_and_device(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Create an int32 array of zeros on the host, pinned for a GPU, and one on the device."""
+        """Create two int32 arrays of zeros: on the host (pinned for a GPU), and on the device."""
         host = torch.zeros(size, dtype=torch.int32, pin_memory=self._pinned)
         return host, torch.zeros_like(host, device=self.device)
 
@@ -132,8 +132,9 @@ class BlockTable:
 class Inputs:
     """Inputs of one bucket's forwards at fixed addresses.
 
-    Padding tokens write to the spare page. A padding token is a sequence of one token while batch
-    slots remain; further padding rows hold arbitrary values. Nothing reads padding.
+    Padding tokens write to the spare page. As long as the batch has room for more sequences, a
+    padding token is a sequence of one token; further padding rows hold arbitrary values. Nothing
+    reads padding.
     """
 
     def __init__(self, bucket: Bucket, table: BlockTable) -> None:
@@ -191,7 +192,7 @@ class Inputs:
     def follow_tree(self, width: int) -> None:
         """Advance each sequence by `width` rows, which are one level deeper in its tree.
 
-        The caller writes `token_ids` and `ancestors`. The rest is as in `advance`.
+        The caller writes `token_ids` and `ancestors`. Everything else is as in `advance`.
         """
         self.positions += 1
         self._occupied += width
@@ -207,7 +208,7 @@ class Inputs:
         torch.add(in_page_T, pages_T, alpha=shape.page_size, out=slot_mapping_T)
 
     def write(self, slices: Sequence[SequenceSlice], ahead: int = 0) -> torch.Tensor | None:
-        """Write a batch, the padding after it, and the pages of `ahead` further tokens a sequence.
+        """Write a batch and its padding, and send the pages of `ahead` more tokens per sequence.
 
         Returns the rows of `logits_indices(slices)` on the device, int32 [R]; None if they are the
         first R rows.

@@ -1,4 +1,4 @@
-"""The small operators of a layer built like Llama, as three Triton kernels.
+"""The small operators of a layer that is built like Llama's, as three Triton kernels.
 
 Each number is rounded where `transformers` rounds it. Each row has its own programs, which compute
 in an order that depends only on the row's length. So a row's bits do not depend on the number of
@@ -13,8 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
-# Each thread of `_add_norm` should compute this many elements of a row. More elements would not fit
-# the thread's registers.
+# The number of a row's elements that each thread of `_add_norm` should compute. More elements would
+# not fit the thread's registers.
 _NORM_NUMBERS = 16
 _MOST_WARPS = 16
 _WARP = 32
@@ -43,7 +43,7 @@ def _add_norm(  # type: ignore[no-untyped-def]  # the arguments are Triton point
     stream, delta, weight, total, out,
     SIZE: tl.constexpr, LANES: tl.constexpr, EPSILON: tl.constexpr, ADDS: tl.constexpr,
 ):  # fmt: skip
-    """Add one row of `delta` to the row of `stream`, into `total`; norm the sum into `out`.
+    """Add a row of `delta` to the row of `stream`; write the sum to `total`, its norm to `out`.
 
     Without ADDS, `delta` and `total` are not used.
     """
@@ -79,9 +79,9 @@ def _rotate_and_store(  # type: ignore[no-untyped-def]  # the arguments are Trit
 ):  # fmt: skip
     """Rotate some queries and keys of one token, and store them and some of its values.
 
-    Queries go to `query`, keys and values to the token's slot. A row of `heads` has the queries,
-    the keys and the values of a token. With NORMS each query and key is normed first. The lanes
-    hold half a head, because each rotation combines both halves of a head.
+    Queries go to `query`, and keys and values go to the token's slot. A row of `heads` has the
+    queries, the keys and the values of a token. With NORMS each query and key is normed first. The
+    lanes hold half a head, because each rotation combines both halves of a head.
     """
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * _HEADS + tl.arange(0, _HEADS)[:, None]

@@ -28,7 +28,7 @@ def cache_bytes(total: int, free: int, own: int, step: int, share: float) -> int
 
     This process may use a `share` of the card's `total` bytes. The process already holds `own`
     bytes of its share, and keeps `step` bytes for its largest step. The cache gets at most the
-    `free` bytes, less `step`.
+    card's `free` bytes minus `step`.
     """
     return min(int(total * share) - own - _CONTEXT_BYTES, free) - step
 
@@ -49,7 +49,7 @@ def largest_step_bytes(forward: Callable[[], torch.Tensor], graph_count: int) ->
 
 
 def _sample(logits_TV: torch.Tensor) -> torch.Tensor:
-    """Draw a token for each row, with as many rows for each sequence as the largest tree has."""
+    """Draw a token for each row, with as many rows for each sequence as the largest tree needs."""
     rows = len(logits_TV)
     counts = [
         min(1 + MAX_TREE_TOKENS, rows - first) for first in range(0, rows, 1 + MAX_TREE_TOKENS)

@@ -1,14 +1,14 @@
 """Cuts attention on a GPU into tiles, parts and programs, whatever the sequences' lengths are.
 
-The order in which a row adds its keys decides its last bits. Tiles of keys and parts begin at fixed
-slots, so the order depends only on the number of query rows in a tile. Tiles of 16 and of 32 rows
-use the same instruction (mma.sync) and divide their keys alike among the warps. Tiles of 64 rows
-use wgmma on Hopper (9.x), which divides the keys in another way. So attention gives the same bits
-in a plain and a drafted step if in both steps a sequence has at most 32 rows on average: eight
-tokens if four query heads share a key/value head. In float32 all tiles have 16 rows. Whole forwards
-promise less, because cuBLAS chooses its products by the number of rows too. On an H200, other sizes
-of parts and tiles made a single sequence faster and eight sequences slower
-(bench/results/2026-11-27-h200).
+The order in which a row adds its keys decides the last bits of its result. Tiles of keys begin at
+fixed slots, and so do parts. So the order depends only on the number of query rows in a tile, and
+on whether the slice is too long to be split (`WHOLE`). Tiles of 16 and of 32 rows use the same
+instruction (mma.sync) and divide their keys alike among the warps. Tiles of 64 rows use wgmma on
+Hopper (9.x), which divides the keys in another way. So attention gives the same bits in a plain and
+a drafted step if in both steps a sequence has at most 32 rows on average: eight tokens if four
+query heads share a key/value head. In float32 all tiles have 16 rows. Whole forwards promise less,
+because cuBLAS chooses its products by the number of rows too. On an H200, other sizes of parts and
+tiles made a single sequence faster and eight sequences slower (bench/results/2026-11-27-h200).
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from typing import Any
 import torch
 
 PART = 512
-"""Keys of each of the first `PARTS` parts."""
+"""The number of keys in each of the first `PARTS` parts."""
 PARTS = 16
 STEPS = 4
-"""Parts in each doubling of the length after the first `PARTS`."""
+"""The number of parts in each doubling of the length after the first `PARTS` parts."""
 WHOLE = 128
-"""A slice of more tokens is not split: it has enough rows for many programs, and the results of its
-parts would be written and read again for each row."""
+"""A slice of more than `WHOLE` tokens is not split: it has enough rows for many programs, and the
+results of its parts would be written and read again for each row."""
 
 # Query rows of a tile; tensor cores need at least 16.
 _ROWS = (16, 32, 64)
@@ -35,7 +35,8 @@ _TILE_BYTES = 2**14
 # The maximum number of tiles of keys and values in shared memory: one in use, the others being
 # loaded.
 _MOST_BUFFERS = 3
-# Programs for each multiprocessor: enough for several to run on it at once, in a few turns.
+# The number of programs for each multiprocessor: several of them run on it at once, and all of them
+# in a few turns.
 _PROGRAMS = 8
 
 
@@ -96,8 +97,8 @@ def tiles(tokens: int, sequences: int, heads: Heads, card: Card) -> Tiles:
     """Return the tiles for a batch of `sequences` sequences with `tokens` tokens in all."""
     mean_rows = -(-tokens // sequences) * heads.group
     lanes = max(heads.key_lanes, heads.value_lanes)
-    # More rows would not fit the registers, in float32, which uses no tensor cores, and for heads
-    # of more than 128 lanes.
+    # In float32, which uses no tensor cores, and for heads of more than 128 lanes, more rows would
+    # not fit the registers.
     sizes = _ROWS[:1] if heads.dtype is torch.float32 else _ROWS[:2] if lanes > 128 else _ROWS
     rows = next((rows for rows in sizes if mean_rows <= rows), sizes[-1])
     keys = max(16, min(64, _TILE_BYTES // (lanes * heads.dtype.itemsize)))
@@ -112,8 +113,8 @@ def _stages(rows: int, keys: int, heads: Heads, card: Card) -> int:
     """
     buffer_bytes = keys * (heads.key_lanes + heads.value_lanes) * heads.dtype.itemsize
     # Groups of four warps (wgmma, tcgen05) need no shared memory for the weights of their rows, but
-    # read their operands there, so one tile more is in use. Other warps exchange the weights in
-    # shared memory.
+    # read their operands there, so they use one tile more of it. Other warps exchange the weights
+    # in shared memory.
     warp_groups = rows == _ROWS[-1] and card.major in (9, 10)
     other_bytes = rows * (heads.key_lanes + (0 if warp_groups else keys + 8)) * heads.dtype.itemsize
     alone = (card.shared_bytes - other_bytes) // buffer_bytes
@@ -127,8 +128,8 @@ def grid(
 ) -> tuple[int, int]:
     """Return the number of tiles of query rows, and the number of programs that share a tile.
 
-    The tiles of all key/value heads count. They are numbered over the batch, see
-    `triton_attention._tile_of`; some are empty.
+    The first number includes the tiles of all key/value heads. Tiles are numbered over the batch,
+    see `triton_attention._tile_of`; some are empty.
     """
     row_tiles = (tokens * heads.group // rows + sequences) * heads.kv_heads
     wanted = card.multiprocessors * _PROGRAMS
@@ -146,7 +147,7 @@ def part_of(slot: int) -> int:
 
 
 def doubling_count(keys: int) -> int:
-    """Return how many times the length of the first `PARTS` parts must double to hold all keys."""
+    """Return how often the length of the first `PARTS` parts must double to hold all keys."""
     return ((keys - 1) // (PART * PARTS)).bit_length()
 
 

@@ -3,8 +3,9 @@
 The softmax takes one pass over the keys (FlashAttention-2, Dao, arXiv 2307.08691). The rows of a
 tile are a slice's tokens times the query heads that share a key/value head, so each key is read
 once for all of them. The keys are split into parts, and a second kernel joins the parts
-(Flash-Decoding, Dao et al. 2023). The split depends only on slots, so a row adds its keys in the
-same order in every batch. `outrider.lm.gpu.tiles` chooses the sizes of tiles and grid.
+(Flash-Decoding, Dao et al. 2023). Parts and tiles begin at fixed slots, so that a row adds its keys
+in the same order in almost every batch. `outrider.lm.gpu.tiles` names the exceptions, and chooses
+the sizes of tiles and grid.
 
 A slot is a token's place among its sequence's keys. Tokens of a tree come after all committed
 tokens, so their slots are not their positions. Tiles of keys that end before the tree are computed
@@ -72,7 +73,7 @@ def _tile_scores(  # type: ignore[no-untyped-def]  # the arguments are Triton te
     WINDOWED: tl.constexpr, CHUNKED: tl.constexpr, CAPPED: tl.constexpr, TREES: tl.constexpr,
     EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Return the scores [rows, keys] of the tile of slots `at` from `start`; -inf where unseen."""
+    """Return a tile's scores [rows, keys] for the slots `at` from `start` on; -inf where unseen."""
     scores = _scores(q, k, scale, softcap, CAPPED, EXACT)
     seen = _is_seen(at, slot, position, window, WINDOWED, CHUNKED)
     scores = tl.where(seen, scores, float("-inf"))
@@ -106,7 +107,8 @@ def _ancestors(  # type: ignore[no-untyped-def]  # the arguments are Triton poin
 ):  # fmt: skip
     """Return each row's position, and if there are trees, a bitmask of the ancestors that it sees.
 
-    `at` is each row's token in the batch. Without trees a position is the slot.
+    `at` is each row's token in the batch. Without trees or without a window, the slot stands for
+    the position.
     """
     position = slot
     words = slot
@@ -155,7 +157,7 @@ def _is_text_or_ancestor(  # type: ignore[no-untyped-def]  # the arguments are T
 ):
     """Return which keys in the slots `at` come before the tree or are a row's ancestors.
 
-    The result is [rows, keys]. The result is arbitrary for keys after the tree, which no row sees.
+    The result is [rows, keys]. It is arbitrary for keys after the tree, which no row sees.
     """
     # Shifts by less than 0 or more than 63 are undefined.
     bit = ((at - tree_start) & 63).to(tl.int64)
@@ -301,7 +303,8 @@ def _attend(  # type: ignore[no-untyped-def]  # the arguments are Triton pointer
     Without SPLIT all keys are one part, and results go to `out`. With SPLIT, the result of a part,
     normalised by itself, goes to `parts` [parts, T, heads, value size], and the logarithm of its
     divisor to `log_totals` [parts, T, heads]; `_join` adds the sinks. A long slice is not split:
-    its results go to `out`, and infinity as the last logarithm of a row marks it.
+    its results go to `out`, and each of its rows has infinity as its last logarithm, which tells
+    `_join` so.
     """
     head = tl.program_id(0) % KV_HEADS
     sequence, tile = _tile_of(

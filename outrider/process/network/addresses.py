@@ -95,7 +95,7 @@ class Addresses:
 
 
 async def resolve(host: str, port: int) -> list[str]:
-    """Return all addresses of a host, sorted, each with the port. Raises OSError.
+    """Return all addresses of a host, sorted, each with the port. Raises OSError or UnicodeError.
 
     If the host has IPv4 and IPv6 addresses, the IPv6 addresses are left out, since each replica
     probably has an address of each kind.

@@ -26,8 +26,8 @@ class ReadAhead(Generic[_Item]):
     `set_reading(False)` asks the producer to pause, and `set_reading(True)` to go on. The producer
     may be late: `put` takes every item. `give_up` is called when nothing has been read for
     `seconds` during a pause. `on_pause` is told of each pause when it begins (True) and when it
-    ends (False). After `close`, a pause under way never ends; if there is none, `close` tells
-    `on_pause` that one begins.
+    ends (False). A pause that is under way when `close` is called never ends. If none is under way,
+    `close` tells `on_pause` that a pause begins.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class ReadAhead(Generic[_Item]):
 
     @property
     def paused(self) -> bool:
-        """True if the producer was asked to pause, and not yet to go on."""
+        """True if the producer was asked to pause, and not yet to go on; False after `close`."""
         return self._timer is not None
 
     def put(self, item: _Item) -> None:
@@ -75,7 +75,7 @@ class ReadAhead(Generic[_Item]):
         return item
 
     def close(self) -> None:
-        """Stop asking the producer to pause or go on, and never call `give_up`.
+        """From now on, neither ask the producer to pause or to go on, nor call `give_up`.
 
         Unread items stay, and `put` still adds items.
         """

@@ -96,7 +96,10 @@ class Server:
         max_request_bytes: int = MAX_MESSAGE_BYTES,
         interceptors: Sequence[grpc.aio.ServerInterceptor] = (),  # type: ignore[type-arg]  # generic in stubs
     ) -> None:
-        """`services` are full names, for health and reflection. The interceptors run first."""
+        """`services` are full names, for health and reflection.
+
+        `interceptors` run before the server's own checks of a call.
+        """
         self.services = services
         self.ports: list[int] = []
         self.is_serving = False

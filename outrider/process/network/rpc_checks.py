@@ -39,7 +39,7 @@ class CallChecks(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # gener
 
     The interceptor also refuses messages that are larger than `most_bytes` or cannot be parsed.
     gRPC itself would answer without details, and log a traceback for a message that it cannot
-    parse. When the handler of a stream reads such a message, it gets an OutriderError:
+    parse. When the handler of a stream reads such a message, the read raises an OutriderError:
     REQUEST_TOO_LARGE or MALFORMED_REQUEST.
 
     An OutriderError that a handler raises becomes the call's status. Any other exception is logged

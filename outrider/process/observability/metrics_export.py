@@ -1,7 +1,7 @@
 """Lets Prometheus scrape metrics, and pushes the metrics of drafters that it cannot reach.
 
-Both read the same registry. Over OTLP, the name of each series has a dot for the colon:
-`outrider.name` for `outrider:name`.
+Both ways read the same registry. Over OTLP, the name of each series has a dot in place of the
+colon: `outrider.name` for `outrider:name`.
 """
 
 from __future__ import annotations
@@ -31,12 +31,13 @@ from outrider.process.settings.config import ScrapedSettings
 
 log = logging.getLogger(__name__)
 
-# Nobody needs a further time series with the creation time of each counter.
+# Without this call, each counter would have a further time series with the time when the counter
+# was created. Nobody needs such series.
 disable_created_metrics()  # type: ignore[no-untyped-call]  # has no types
 
 # The library gives each connection a thread. A silent connection must not hold a thread for ever.
 _SILENT_S = 10.0
-# Maps a metric's type to Prometheus's names of its series. Outrider has no other types.
+# Maps a metric's type to the ends of its series' names in Prometheus. Outrider has no other types.
 _SERIES = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_sum", "_count")}
 
 
@@ -45,7 +46,7 @@ def serve_metrics(
 ) -> None:
     """Serve /metrics in a thread of its own if the settings name a port.
 
-    With TLS, scrapers need a certificate that an authority of `tls.ca` has signed, of any role.
+    With TLS, scrapers need a certificate of any role that an authority of `tls.ca` has signed.
     Raises OutriderError(INVALID_VALUE) if the port cannot be bound or the files are bad.
     """
     if not settings.metrics_port:
@@ -70,7 +71,8 @@ def serve_metrics(
         server.socket.context.sni_callback = http_context(tls).sni_callback
         server.socket.context.options |= ssl.OP_NO_TICKET
         server.socket.context.num_tickets = 0
-        # Shake hands in the connection's thread: a silent connection would block all scrapes.
+        # Shake hands in the connection's thread. In the thread that accepts connections, a silent
+        # connection would block all scrapes.
         server.socket.do_handshake_on_connect = False
 
 
@@ -111,8 +113,9 @@ def pushing_metrics(
     reader = PeriodicExportingMetricReader(OTLPMetricExporter(timeout=LAST_SEND_S))
     provider = MeterProvider([reader], resource(service, instance), shutdown_on_exit=False)
     meter = provider.get_meter("outrider")
-    # OpenTelemetry cannot observe a histogram that another library has counted, so its series are
-    # pushed under Prometheus' names. As counters they would get "_total" after these names.
+    # OpenTelemetry cannot observe a histogram that another library has counted. So the histogram's
+    # series are pushed under Prometheus' names. They are up-down counters, because plain counters
+    # would get "_total" after these names.
     create: dict[str, Callable[..., Any]] = {
         "counter": meter.create_observable_counter,
         "gauge": meter.create_observable_gauge,

@@ -1,8 +1,8 @@
 """OpenTelemetry traces, which cost nothing while they are off, and logs that name their trace.
 
 A trace context travels as a W3C `traceparent` string: in the gRPC metadata of a call for one
-request, in the messages of a call that many sequences share. The empty string means "not sampled";
-every span under it is the same no-op span.
+request, and in the messages of a call that many sequences share. The empty string means "not
+sampled"; every span under it is the same no-op span.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from outrider.process.runtime import exit_now
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
 
 LAST_SEND_S = 3.0
-"""The maximum seconds of an export to a collector, also of the last export of a process."""
+"""The seconds that an export to a collector may take, also the last export of a process."""
 
 LogFormat = Literal["text", "json"]
 Attribute = str | int | float | bool | Sequence[str]
@@ -122,7 +122,7 @@ NO_SPAN = Span(None)
 
 
 def enabled() -> bool:
-    """Return whether this process exports spans at all."""
+    """Return whether tracing is on, so that this process exports spans."""
     return _tracer is not None
 
 

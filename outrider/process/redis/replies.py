@@ -22,10 +22,10 @@ class BoundedParser(DefaultParser):  # type: ignore[misc, valid-type]  # chosen 
     """Parses replies as redis-py does, but raises InvalidResponse for a reply that is too large.
 
     Neither redis-py nor hiredis has a setting that bounds a reply's size. hiredis bounds only the
-    nesting. hiredis allocates a list as soon as it has read the head: 8 bytes an element, for a
-    head of a dozen bytes. A hostile Redis could stop a drafter with a list of a thousand million
+    nesting. As soon as hiredis has read a list's head of a dozen bytes, it allocates 8 bytes for
+    each element of the list. A hostile Redis could stop a drafter with a list of a thousand million
     elements: nothing else runs during the seconds in which Python frees the list. redis-py also has
-    a parser written in Python, but that parser is private too, and reads a value of any size. The
+    a parser written in Python, but that parser is private too, and reads a value of any size. This
     class overrides the methods in which redis-py's parser reads its stream. The test
     tests/ngram/test_lying_redis.py fails if these methods change, or if hiredis gets a bound of its
     own.

@@ -27,8 +27,8 @@ from outrider.process.redis.replies import bound_replies
 from outrider.process.security.tls import Tls, explain
 
 _FORM = "must be a URL such as redis://USER@HOST:6379/0, or rediss://USER@HOST:6379/0 with TLS"
-# The options of redis-py that a URL may have after the ?, all of TLS. redis-py itself takes any
-# option, even options that bound time.
+# The options of redis-py that a URL may have after the ?, all for TLS. redis-py itself takes any
+# option from a URL, even time-outs.
 _OPTIONS = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "ssl_check_hostname")
 
 Client = Redis | RedisCluster

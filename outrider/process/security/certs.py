@@ -87,10 +87,10 @@ class Authority:
     ) -> tuple[bytes, bytes]:
         """Return a certificate with one of the roles in `NAMES` and its key, as PEM.
 
-        `name` is its common name. `hosts` are DNS names and IP addresses, besides `LOCAL_NAMES` and
-        the name of its role. A drafter's certificate has only the name of its role. For tests, the
-        certificate may have expired already. The certificate ends when the authority's certificate
-        ends, or earlier.
+        `name` is its common name. Its other names are `hosts` (DNS names and IP addresses),
+        `LOCAL_NAMES` and the name of its role. But a drafter's certificate has only the name of its
+        role. For tests, the certificate may have expired already. The certificate ends when the
+        authority's certificate ends, or earlier.
         """
         key = ec.generate_private_key(ec.SECP256R1())
         role = Role(kind)

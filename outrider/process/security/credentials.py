@@ -42,7 +42,7 @@ def name_options(address: str, server: Role | None) -> list[tuple[str, str]]:
 
 
 def server_credentials(tls: Tls) -> grpc.ServerCredentials:
-    """Return credentials that each new connection reads again if the files have changed.
+    """Return credentials whose files are read again by each new connection if they have changed.
 
     Clients need a certificate if the files have authorities. Raises OutriderError(INVALID_VALUE) if
     the files are bad.
@@ -55,7 +55,7 @@ def server_credentials(tls: Tls) -> grpc.ServerCredentials:
     watched = WatchedTls(tls, load)
 
     def fetch() -> grpc.ServerCertificateConfiguration | None:
-        """Return changed files; None if none changed. gRPC calls this from its own threads."""
+        """Return what changed files contain; None if none changed. gRPC's own threads call this."""
         return watched.current if watched.refresh() else None
 
     return grpc.dynamic_ssl_server_credentials(
@@ -69,6 +69,7 @@ def server_credentials(tls: Tls) -> grpc.ServerCredentials:
 def peer_of(context: grpc.aio.ServicerContext[Any, Any]) -> Peer | None:
     """Return the caller that the call's certificate names; None without TLS.
 
-    Raises OutriderError(CERTIFICATE_NOT_ALLOWED) for a certificate with an unknown role.
+    Raises OutriderError(CERTIFICATE_NOT_ALLOWED) for a certificate with an unknown role or several
+    roles.
     """
     return peer_of_grpc(context.auth_context())

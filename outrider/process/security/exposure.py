@@ -1,4 +1,4 @@
-"""Refuses to listen beyond the loopback interface for everybody, unless the operator allows it."""
+"""Refuses addresses at which anybody could call a process, unless the operator allows that."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from collections.abc import Sequence
 def check_exposure(listens: Sequence[str], *, has_keys: bool, is_open: bool) -> None:
     """Raise ValueError if anybody could call the gateway and its operator did not allow that.
 
-    `listens` are the hosts of its ports, and unix:/path for sockets.
+    Also raises ValueError if the gateway has keys and `is_open` is true. `listens` are the hosts of
+    the gateway's ports, and unix:/path for sockets.
     """
     if has_keys and is_open:
         raise ValueError("open means a gateway without keys, but keys are given; give one of them")

@@ -69,7 +69,7 @@ class Tls:
         """Return the three files; None if no file is named.
 
         Raises OutriderError(INVALID_VALUE) if only some are named, if a file cannot be read or
-        holds no PEM, or if the key does not belong to the certificate.
+        holds no PEM, or if the key is encrypted or does not belong to the certificate.
         """
         given = {"tls-cert": cert, "tls-key": key, "tls-ca": ca}
         if cert is None or key is None or ca is None:
@@ -85,7 +85,7 @@ class Tls:
     def of_server(
         cls, cert: Path | None, key: Path | None, ca: Path | None, prefix: str
     ) -> Tls | None:
-        """Return certificate, key and, if clients need certificates, their authorities.
+        """Return the files of certificate, key and, if `ca` is given, the clients' authorities.
 
         Return None if no file is named. `prefix` begins the names of the settings. Raises
         OutriderError(INVALID_VALUE) as `of` does.
@@ -104,7 +104,7 @@ class Tls:
         """Return the files' contents. `prefix` begins the names of the settings in errors.
 
         Raises OutriderError(INVALID_VALUE) that names a file that cannot be read or holds no PEM,
-        or a key that does not belong to the certificate.
+        or a key that is encrypted or does not belong to the certificate.
         """
         pems = Pems(
             _content(f"{prefix}-cert", self.cert),
@@ -299,8 +299,8 @@ def explain(details: str, tls: Tls | None, *, is_known: bool = False) -> str:
     """Return the details of a failed connection, and add the cause if it lies in TLS.
 
     If the peer `is_known`, it has accepted a connection before, so a closed connection needs no
-    explanation. gRPC tells a client why it refused a server, but not why a server refused the
-    client. The client's own files show why.
+    explanation. gRPC tells a client why the client refused a server, but not why a server refused
+    the client. The client's own files may show why.
     """
     if tls is None:
         if not is_known and any(word in details for word in _CLOSED):

@@ -97,7 +97,7 @@ def _masked(value: Any) -> Any:
     login, at, rest = url["rest"].rpartition("@")
     user, colon, _ = login.partition(":")
     if re.search(r"[/?#]", login):
-        # Here the end of the password cannot be told, so all is hidden.
+        # Here it is unclear where the password ends, so everything after the scheme is hidden.
         return f"{url['scheme']}://{_HIDDEN}"
     # Redis has named users. In other URLs even the user's name may be a token.
     if not url["scheme"].startswith("redis"):

@@ -354,7 +354,7 @@ MODEL_LIBRARIES = ("torch", "transformers", "safetensors", "llguidance", "jsonsc
 def need_vllm() -> None:
     """Raise OutriderError(INTERNAL) if vLLM is not installed."""
     found = find_spec("vllm")
-    if found is None or found.origin is None:  # some folder named vllm is no package
+    if found is None or found.origin is None:  # without an origin, vllm is a plain folder
         raise OutriderError(Reason.INTERNAL, "the engine vllm needs vLLM, which is not installed")
 
 

@@ -8,7 +8,7 @@ from outrider.errors import invalid
 def parse_cores(text: str, field: str = "cores") -> list[int]:
     """Read Linux' cpulist syntax, such as `0-3,8`, into sorted core numbers.
 
-    Raises OutriderError(INVALID_VALUE) for `field` that shows the wrong part.
+    Raises OutriderError(INVALID_VALUE) that names `field` and shows the wrong text.
     """
     cores: set[int] = set()
     for part in text.strip().split(",") if text.strip() else []:

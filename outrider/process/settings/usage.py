@@ -1,6 +1,6 @@
 """Runs click commands, and prints one line per wrong argument in place of click's usage text.
 
-Help shows every default, and the flags of a command with many settings in groups. This module
+Help shows every default, and lists the flags of a command with many settings by group. This module
 imports nothing but click and the standard library.
 """
 

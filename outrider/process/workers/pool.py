@@ -26,7 +26,8 @@ _LOAD_S = 120.0
 _MAX_ANSWER_BYTES = 64 * 2**20
 # Signals that come from outside. A request can make a worker crash by other signals.
 _KILLED = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-# A request may take this many times its processor time, if other processes have the cores.
+# By the wall clock, a request may take this many times its limit of processor time, because other
+# processes may have the cores.
 _WALL = 5
 
 
@@ -74,7 +75,7 @@ class WorkerSource:
         self._start()
 
     def _start(self) -> socket.socket:
-        """Start the process from which workers are forked; it loads their code meanwhile."""
+        """Start the process from which workers are forked; do not wait until it has loaded."""
         own, other = socket.socketpair()
         self._control = own
         self._loaded = False
@@ -196,7 +197,7 @@ class Worker:
                 raise OutOfTime(slow) from cause
             if ended_by in _KILLED:
                 raise WorkerLost("lost its process, which was killed") from cause
-            # Many libraries end the process when they cannot allocate.
+            # Many libraries end the process when they cannot allocate memory.
             raise OutOfMemory(self._memory()) from cause
         if answer[:1] == wire.RESULT:
             return answer[1:]

@@ -19,7 +19,7 @@ _BUDGET_S = 2.0
 # The budget regains this much in a second.
 _BACK_S = 0.1
 _LOOK_AGAIN_S = 0.5
-# From this number on, tenants with whole budgets are forgotten.
+# If more budgets than this are known, tenants with whole budgets are forgotten.
 _MOST_BUDGETS = 1000
 
 
@@ -27,10 +27,11 @@ class TenantThreads:
     """A fixed number of daemon threads, and a queue for each tenant.
 
     A free thread takes the work of the tenant with the fewest running pieces of work. If several
-    tenants have the fewest, it takes the work of the tenant that was served longest ago. A tenant
-    never has all threads, so that another tenant need not wait for running work. If `each` is
-    given, a tenant has at most `each` threads. Each thread has a stack of `stack_bytes`, if given,
-    and runs at the priority `nice`, where the system has priorities of threads.
+    tenants have the fewest, it takes the work of the tenant that was served longest ago. If `each`
+    is given, a tenant has at most `each` threads. If not, a tenant never has all of several
+    threads, so that another tenant need not wait for running work. Each thread has a stack of
+    `stack_bytes`, if given, and runs at the priority `nice`, where the system has priorities of
+    threads.
 
     All slow tenants together leave `spare` threads free, so that another tenant need not wait,
     however many slow tenants there are. A tenant is slow while it has used up its budget: 2 s

@@ -91,7 +91,7 @@ def _fork(control: socket.socket, descriptor: int, handler: Handler, limits: dic
 
 
 def _bind_to(parent: int) -> None:
-    """End when the parent ends, however the parent ends.
+    """Have this process end when the parent ends, however the parent ends.
 
     Systems other than Linux have no such call.
     """

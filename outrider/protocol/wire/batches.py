@@ -7,7 +7,7 @@ from typing import TypeVar
 from google.protobuf.message import Message
 
 MAX_BATCH_BYTES = 2**20
-"""The largest batch, unless a single message is larger."""
+"""The largest size of a batch in bytes, unless a single message is larger."""
 
 _Message = TypeVar("_Message", bound=Message)
 

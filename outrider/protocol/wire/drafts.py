@@ -73,8 +73,9 @@ def hello_from_proto(proto: drafts_pb2.Hello) -> d.Hello:
 def feature_request_from_proto(hello: drafts_pb2.Hello) -> d.FeatureRequest | None:
     """Check and convert a Hello's request for features.
 
-    Return None without such a request, and for a type of numbers that only a later version knows.
-    Whether the target has these layers is checked elsewhere. Raises OutriderError(INVALID_VALUE).
+    Return None if there is no such request, and if its type of numbers is one that only a later
+    version knows. Whether the target has these layers is checked elsewhere. Raises
+    OutriderError(INVALID_VALUE).
     """
     if drafts_pb2.CAPABILITY_FEATURES not in hello.capabilities:
         return None
@@ -313,8 +314,9 @@ def _window_to_proto(window: d.Window) -> drafts_pb2.Window:
 def step_from_proto(proto: drafts_pb2.StepBatch, vocab_size: int) -> d.StepBatch:
     """Check and convert a step; raise OutriderError that names the field.
 
-    A later version's values cost guesses at most: an unknown distribution counts as ONE_HOT, and a
-    grammar of an unknown kind as no grammar. The reason for closing changes nothing.
+    Values that only a later version knows cost at most guesses: an unknown distribution counts as
+    ONE_HOT, and a grammar of an unknown kind counts as no grammar. The reason of a Closed is
+    ignored.
     """
     return d.StepBatch(
         [_opened_from_proto(opened, vocab_size) for opened in proto.opened],

@@ -1,7 +1,8 @@
 """Refuses requests with fields that this version does not know.
 
-If a server ignored a field, such as a new sampling setting, the output would silently differ.
-JSON's parsers refuse unknown fields by name; protobuf keeps them only by number.
+If a server ignored a field, such as a new sampling setting, the output would silently differ from
+what the client asked for. Parsers of JSON refuse unknown fields and name them; protobuf keeps only
+the numbers of unknown fields, with their values.
 """
 
 from __future__ import annotations

@@ -78,7 +78,10 @@ def request_from_proto(
 
 
 def _check_committed(proto: verifier_pb2.GenerateTokensRequest) -> None:
-    """Check that `max_tokens` leaves room for output after the committed output."""
+    """Check that `max_tokens` leaves room for output after the committed output.
+
+    A request with committed output must not ask for log probabilities of the prompt.
+    """
     count = len(proto.committed_token_ids)
     if count and count >= proto.max_tokens:
         limit = f"max_tokens, which is {proto.max_tokens}"

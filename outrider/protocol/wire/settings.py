@@ -40,7 +40,7 @@ def sampling_from_proto(
 
 
 def sampling_to_proto(sampling: m.SamplingParams) -> common_pb2.SamplingParams:
-    """Convert sampling settings; set every field, so that no default matters."""
+    """Convert sampling settings; set every field but a missing seed, so that no default matters."""
     values = {name: getattr(sampling, name) for name in _SAMPLING}
     return common_pb2.SamplingParams(**values | {"logit_bias": dict(sampling.logit_bias)})
 
@@ -118,8 +118,8 @@ def grammar_to_proto(grammar: Grammar | None) -> common_pb2.Grammar | None:
 def _set_fields(proto: Message) -> dict[str, Any]:
     """Return the fields that the sender set, keyed by name: lists as tuples, maps as sorted pairs.
 
-    Plain data has its own default for a field that is left out. Where the proto cannot tell an
-    unset field from zero, the default is zero.
+    The classes of plain data have their own defaults for fields that are left out. Where the proto
+    cannot tell an unset field from zero, the default is zero.
     """
     return {field.name: _plain(value) for field, value in proto.ListFields()}
 

@@ -10,7 +10,7 @@ from outrider_bench.experiment.report.results import SOURCES, Results, Source, S
 from outrider_bench.experiment.spec import Cell
 
 Points = list[tuple[float, Spread]]
-"""Pairs of a number of the swept path and its speed in × plain decoding, in order."""
+"""Pairs of a swept number and the speed at it in × plain decoding, in the numbers' order."""
 
 
 def answers(results: Results) -> list[str]:
@@ -84,7 +84,7 @@ def _texts(results: Results) -> Iterator[str]:
 
 
 def _predictions(results: Results) -> Iterator[str]:
-    """Yield the errors of predicted tokens/s, as shares of measured tokens/s."""
+    """Yield a sentence about the errors of predicted tokens/s, as shares of measured tokens/s."""
     errors = []
     for cell in results.cells:
         for way in (PLAIN, DRAFTED):

@@ -54,7 +54,7 @@ def _quotients(parts: Mapping[str, tuple[float, float]]) -> Figures:
 
 
 def _latencies(sample: Sample) -> Figures:
-    """Return the times to the first token and per output token, in ms, over all requests."""
+    """Return the median and the 99th percentile of TTFT and TPOT over all requests, in ms."""
     found: Figures = {}
     for name in ("ttft", "tpot"):
         values = getattr(sample, name)
@@ -66,7 +66,10 @@ def _latencies(sample: Sample) -> Figures:
 
 
 def _drafts(counters: Mapping[str, float]) -> Figures:
-    """Return acceptance as vLLM defines it, and the share of commits with each of `LOOKUPS`."""
+    """Return acceptance as vLLM defines it, and further figures of drafts.
+
+    `lookup_RESULT` is the share of commits with this result of `LOOKUPS`.
+    """
     tokens = counters.get("generation_tokens", 0.0)
     drafted = counters.get("spec_decode_num_draft_tokens", 0.0)
     accepted = counters.get("spec_decode_num_accepted_tokens", 0.0)

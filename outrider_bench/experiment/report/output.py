@@ -52,9 +52,10 @@ def write_plot(results: Results, path: Path, console: Console) -> None:
 
 
 def figure_rows(results: Results) -> list[dict[str, Any]]:
-    """Return a dictionary for each cell, source, decoding mode and repetition, all with equal keys.
+    """Return a dictionary for each cell, source, decoding mode and repetition.
 
-    Values of the sweep have the keys `sweep.<path>`. A missing figure is None.
+    All dictionaries have the same keys. Values of the sweep have the keys `sweep.<path>`. A missing
+    figure is None.
     """
     cells = {cell.key: cell for cell in results.cells}
     names = sorted({name for row in results.rows for name in row.figures})

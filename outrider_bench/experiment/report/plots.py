@@ -11,7 +11,7 @@ from outrider_bench.experiment.report.results import Results
 
 
 def speed_plot(results: Results) -> bytes | None:
-    """Return a PNG of the speeds over plain decoding; None if no cell has a speed."""
+    """Return a PNG of the speeds in × plain decoding; None if no cell has a speed."""
     path = axis_of(results)
     figure = _bars(results) if path is None else _lines(results, path)
     if figure is None:

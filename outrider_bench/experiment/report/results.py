@@ -43,7 +43,7 @@ class Spread:
 
     @property
     def shows(self) -> Shown:
-        """Is "faster" if the ratio is above 1, "slower" if below; "" if that is not shown.
+        """Is "faster" if the ratio's whole interval is above 1, "slower" if it is below 1, else "".
 
         One measured repetition shows neither.
         """
@@ -52,7 +52,7 @@ class Spread:
         return shown_by(self.low, self.high)
 
     def words(self, digits: int = 2) -> str:
-        """Return the median, with the interval of several repetitions."""
+        """Return the median and, if there are several repetitions, its interval."""
         middle, low, high = (f"{v:.{digits}f}" for v in (self.median, self.low, self.high))
         return middle if self.count == 1 else f"{middle} ({low}–{high})"
 

@@ -25,7 +25,7 @@ class Table:
 class _Column:
     """A column that shows a figure of figures.csv. An empty `way` means the line's mode.
 
-    `{group}` in the figure's name is replaced by the families or kinds of the line's drafts.
+    `{group}` in the figure's name is replaced by the line's group (see `_Subject`).
     """
 
     title: str
@@ -64,7 +64,9 @@ ACCEPTANCE = {
 }
 PHASE_TIMES = {f"step_{phase}_ms": phase for phase in PHASES}
 NEXT_DRAFTS = {f"lookup_{result}": result for result in LOOKUPS}
-"""Maps a figure to its column's title, like the three above; `outrider lab simulate` uses all."""
+"""Maps a figure to its column's title, as the three dictionaries above do.
+`outrider lab simulate` uses all four.
+"""
 _SPEED = [
     _Column("plain, tokens/s", "tokens_per_s", 1, PLAIN, ranged=True),
     _Column("drafted, tokens/s", "tokens_per_s", 1, DRAFTED, ranged=True),

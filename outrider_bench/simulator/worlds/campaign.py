@@ -76,14 +76,14 @@ def shrink(plan: WorldPlan) -> WorldPlan:
 def _kind(failure: str) -> str:
     """Return the type of an error or, for a Violation, the invariant.
 
-    Details follow after a colon.
+    In `failure`, details follow after a colon.
     """
     parts = failure.split(":")
     return parts[1] if parts[0] == "Violation" else parts[0]
 
 
 def _smaller(plan: WorldPlan) -> Iterator[WorldPlan]:
-    """Yield the plan without one of its parts; one request at least remains."""
+    """Yield plans that each lack one part of `plan`; at least one request remains."""
     for i in range(len(plan.faults)):
         yield replace(plan, faults=plan.faults[:i] + plan.faults[i + 1 :])
     for i in range(len(plan.drafters)):

@@ -51,7 +51,7 @@ class CheckedVerifier(EngineActor):
         self._plan = plan
         self._counts = counts
         self._truths: dict[int, Truth] = {}
-        # Maps a drafter to the length of each sequence when the sequence was announced.
+        # Maps a drafter to the length that each sequence had when it was announced to the drafter.
         self._opened: dict[Drafter, dict[int, int]] = {}
         self._proposed = (0, 0)
         self._advanced_at = (0.0, 0)  # when the engine was last called, and how often at that time

@@ -1,7 +1,7 @@
 """A client and its gateway in a simulated world.
 
-The client sends a request and collects the tokens; the gateway resumes the request at another
-verifier.
+The client sends a request and collects the tokens. If a verifier is lost, the gateway resumes the
+request at another verifier.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Client:
             request_of(plan.number), sampled_drafts=world.plan.engine.sampled_drafts
         )
         self._drafter = (plan.drafter_id, plan.drafter_family)
-        # Earlier attempts are over for the client, and their messages are ignored.
+        # The number of the latest attempt. The client ignores messages of earlier attempts.
         self._attempt = 0
         self._cancel: Callable[[], None] = lambda: None
 

@@ -151,9 +151,9 @@ class Expected:
 def expected_counts(
     engine: Engine, drafter: Drafter, batch: DraftBatch, opened: dict[int, int]
 ) -> Expected:
-    """Predict how the verifier must judge a message, computed without a trie.
+    """Compute without a trie how the verifier must judge a message.
 
-    `opened` has the length of each sequence when it was announced. A sequence that is not in
+    `opened` has the length that each sequence had when it was announced. A sequence that is not in
     `opened` has not been announced yet.
     """
     expected = Expected()

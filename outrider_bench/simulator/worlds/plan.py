@@ -9,8 +9,8 @@ from typing import Literal
 from outrider_bench.simulator.worlds.requests import REQUEST_COUNT, wanted_tokens
 
 Manner = Literal["honest", "forger", "flooder"]
-# One of three drafters is hostile. A forger sends messages that no delay explains. A flooder sends
-# allowed messages, sometimes more of them than the verifier's messages permit.
+# On average, one of three drafters is hostile. A forger sends messages that no delay explains. A
+# flooder's single messages are allowed, but sometimes there are more than the verifier permits.
 _MANNERS: list[Manner] = ["honest", "honest", "honest", "honest", "forger", "flooder"]
 _FAULTS_UNTIL_S = 0.3
 _DRAFTER_FAULTS = (
@@ -104,7 +104,7 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class WorldPlan:
-    """The whole plan of a world. `wired` sends each message through its proto and bytes."""
+    """The whole plan of a world. If `wired`, draft and verdict messages travel as protos' bytes."""
 
     seed: int
     engine: EnginePlan

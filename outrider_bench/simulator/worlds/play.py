@@ -13,7 +13,7 @@ from outrider_bench.simulator.worlds.plan import Fault, WorldPlan
 from outrider_bench.simulator.worlds.random_drafter import RandomDrafter
 from outrider_bench.simulator.worlds.world import World
 
-# The seconds after the last fault in which all requests must end.
+# All requests must end within this many seconds after the last fault.
 _MOST_S = 120.0
 # The seconds in which the remaining messages arrive.
 _SETTLE_S = 3.0

@@ -91,7 +91,7 @@ class Connection:
     def __init__(self, drafter: RandomDrafter, verifier: CheckedVerifier) -> None:
         self.verifier = verifier
         self.over = False
-        """True if the drafter has ended the stream, or knows that it has ended."""
+        """True if the drafter has ended the stream, or knows that the verifier has ended it."""
         self.session = DraftSession(
             RandomStrategy(drafter.plan, drafter.draw, verifier), drafter.clock
         )
@@ -217,7 +217,7 @@ class Connection:
         self._events.after(after_s, lambda: self.verifier.post(self._leave))
 
     def _refused(self, error: OutriderError) -> None:
-        """Handle that the verifier has ended the stream, or refused the drafter."""
+        """Act on an error with which the verifier ends the stream or refuses the drafter."""
         drafter = self._drafter
         if self.over:
             return

@@ -1,6 +1,6 @@
 """The requests that simulated worlds send, and the target's answers to them.
 
-All worlds have one catalogue, so a process computes each answer once. The answer comes from the
+All worlds share one catalogue, so a process computes each answer once. The answer comes from the
 production engine without drafters, faults or other requests.
 """
 

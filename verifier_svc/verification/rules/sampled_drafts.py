@@ -74,7 +74,7 @@ def block(drafts: SparseDrafts) -> AcceptedPrefixes:
 
     With w_i = min(1, w_(i-1) * target_i / draft_i), position i can end the accepted block with
     probability s_i / (s_i + 1 - w_i), where s_i is the sum of max(0, w_i * target - draft) over the
-    next token; the last position with probability w_i.
+    next token. The last position can end it with probability w_i.
     """
     accepted_B = torch.zeros_like(drafts.lengths_B)
     weight_B = torch.ones_like(drafts.lengths_B, dtype=torch.float64)

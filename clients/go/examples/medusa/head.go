@@ -26,13 +26,14 @@ func (m matrix) times(x []float32) []float32 {
 	return out
 }
 
-// block adds to a state x the SiLU of weight x + bias.
+// block adds SiLU(weight · x + bias) to a state x.
 type block struct {
 	weight matrix
 	bias   []float32
 }
 
-// head guesses the token of one place: blocks, and a matrix that makes scores of the last state.
+// head guesses the token of one place. It has blocks, and a matrix that turns the last block's
+// state into scores.
 type head struct {
 	blocks []block
 	out    matrix
@@ -94,7 +95,7 @@ func loadHeads(path string) ([]head, error) {
 	return heads, nil
 }
 
-// fits returns whether all tensors of a head are for states of this width.
+// fits returns whether all tensors of a head are for states of the given width.
 func (h head) fits(width int) bool {
 	fitting := h.out.width == width && width > 0 && len(h.out.numbers)%width == 0
 	for _, block := range h.blocks {

@@ -31,8 +31,8 @@ func (m *medusa) Read(first int, rows []byte) {
 	m.state, m.known = states[len(states)-width:], first+len(states)/width
 }
 
-// Guess returns a token of each head. The heads read only the state of the last token but one, so
-// they guess nothing after guesses.
+// Guess returns a token of each head. The heads read only the state of the last token but one. So
+// once the text ends with guesses, Guess returns nothing.
 func (m *medusa) Guess(text []uint32, count int) (found drafter.Guesses) {
 	if m.state == nil || m.known != len(text)-1 {
 		return

@@ -19,7 +19,7 @@ const longestMatch = 3
 
 type ngram struct{}
 
-// Guess continues the text as the longest match of its end went on.
+// Guess finds the longest match of the text's end, and returns the tokens that followed it.
 func (ngram) Guess(text []uint32, count int) drafter.Guesses {
 	for size := longestMatch; size > 0; size-- {
 		var best []uint32
@@ -50,8 +50,8 @@ func (ngram) Branch(committed, guesses []uint32, room int) (branches []drafter.B
 	return branches
 }
 
-// each calls visit with the tokens, at most count, after each earlier occurrence of the last size
-// tokens, the newest first, until visit returns false.
+// each finds the earlier occurrences of the text's last `size` tokens, the newest first. It calls
+// visit with the tokens after each occurrence, at most `count` tokens, until visit returns false.
 func each(text []uint32, size, count int, visit func(run []uint32) bool) {
 	for start := len(text) - size - 1; start >= 0; start-- {
 		same := 0

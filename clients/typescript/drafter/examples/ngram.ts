@@ -7,7 +7,7 @@ import { type Branch, serve } from "../src/index.js";
 
 const LONGEST_MATCH = 3;
 
-/** Continues the text as the longest match of its end went on. */
+/** The tokens that followed the longest match of the text's end. */
 function guess(text: readonly number[], count: number): number[] {
   for (let size = Math.min(LONGEST_MATCH, text.length - 1); size > 0; size--) {
     let best: number[] = [];
@@ -33,7 +33,7 @@ function branch(committed: readonly number[], guesses: readonly number[], room: 
   return branches;
 }
 
-/** The tokens, at most `count`, after each earlier occurrence of the last `size`, newest first. */
+/** At most `count` tokens after each earlier occurrence of the last `size` tokens, newest first. */
 function* followers(text: readonly number[], size: number, count: number) {
   const end = text.length - size;
   for (let start = end - 1; start >= 0; start--) {

@@ -14,7 +14,7 @@ export function noiseKey(seed: bigint, position: bigint): bigint {
   return c[0] | (c[1] << 32n);
 }
 
-/** Output number `token`, counted from 0, of SplitMix64 started with the state `key`. */
+/** SplitMix64 starts with the state `key`; returns its output number `token`, counted from 0. */
 export function output(key: bigint, token: number): bigint {
   let z = BigInt.asUintN(64, key + BigInt(token + 1) * 0x9e3779b97f4a7c15n);
   z = BigInt.asUintN(64, (z ^ (z >> 30n)) * 0xbf58476d1ce4e5b9n);

@@ -41,7 +41,7 @@ export class Sequence {
   guesses: number[] = [];
   private confidences: number[] = []; // of the guesses; 0 where none was given
   private wanted: number;
-  private tree: number; // guesses, chain included, that are worth sending for a step as a tree
+  private tree: number; // guesses of a tree, chain included, that are worth sending for a step
   private window: Window | undefined;
   private sent = 0;
   private distributions: SparseDistribution[] = []; // of the unsent guesses
@@ -87,8 +87,8 @@ export class Sequence {
   }
 
   /**
-   * How many tokens branches may have together: those that the next step can verify as a tree, or as
-   * many as the window has room for where the drafter runs ahead.
+   * How many tokens branches may have together: as many as the next step can verify in a tree
+   * beside the chain, or, where the drafter runs ahead, as many as the window has room for.
    */
   private get branchRoom(): number {
     const { tokenCount = 0, depth = 0 } = this.window ?? {};
@@ -121,7 +121,10 @@ export class Sequence {
     this.givenUp = tokens.length === 0;
   }
 
-  /** The unsent guesses as a proposal that is complete in itself; undefined if there are none. */
+  /**
+   * A proposal of all guesses, sent and unsent, so it needs no earlier proposal. Unless the guesses
+   * were sampled, it also has the strategy's branches. Undefined if no guess is unsent.
+   */
   proposal(): Proposal | undefined {
     if (this.sent === this.guesses.length) return undefined;
     const place = { sequenceId: this.opened.sequenceId, baseLength: this.committed.length };
@@ -140,7 +143,7 @@ export class Sequence {
     return proposal;
   }
 
-  /** Adds the strategy's branches to the proposal, as far as there is room, and confidences. */
+  /** Adds to the proposal the strategy's branches that have room, and the confidences of all. */
   private addBranches(proposal: Proposal): void {
     const given = [...this.confidences];
     for (const { at, tokens, confidences = [] } of this.branches()) {
@@ -155,7 +158,7 @@ export class Sequence {
     proposal.confidences = complete(given);
   }
 
-  /** The strategy's branches that have room; asks once for each verdict. */
+  /** The strategy's branches that have room. Asks the strategy once for each verdict. */
   private branches(): Branch[] {
     let room = this.branchRoom;
     if (this.strategy.branch === undefined || this.branched || room === 0) return [];
@@ -181,7 +184,7 @@ export class Sequence {
   }
 }
 
-/** Confidences as the contract has them: one for each token, in (0, 1], or none. */
+/** Confidences as the contract demands: one in (0, 1] for each token, or none at all. */
 function complete(given: number[]): number[] {
   if (given.some((confidence) => !confidence)) return []; // 0, or not a number
   return given.map((confidence) => Math.min(1, Math.max(LEAST_CONFIDENCE, confidence)));

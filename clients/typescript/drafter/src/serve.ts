@@ -15,8 +15,8 @@ const [FIRST_MS, LONGEST_MS, GOOD_MS] = [100, 2000, 60_000];
 const [POLL_MS, POLL_TIMEOUT_MS] = [250, 10_000];
 // The longest RetryInfo that is followed.
 const LONGEST_RETRY_MS = 60_000;
-// The reasons that a drafter can get and that errors.proto marks "Retry: never". They decide if a
-// verifier's error does not say `retry`.
+// The reasons that a drafter can get and that errors.proto marks "Retry: never". They count where a
+// verifier's error has no `retry`.
 const FINAL = [
   "CERTIFICATE_NOT_ALLOWED",
   "INVALID_VALUE",
@@ -106,7 +106,7 @@ async function serveUntil(stop: AbortSignal, options: Options): Promise<void> {
   }
 }
 
-/** The id, which begins with the common name of the drafter's certificate if it has one. */
+/** The id. If the drafter has a certificate, the id begins with the certificate's common name. */
 function ownId(id: string, cert?: string): string {
   const name = cert && /^CN=(.*)$/m.exec(new X509Certificate(cert).subject)?.[1];
   return !name || id === name || id.startsWith(`${name}/`) ? id : `${name}/${id}`;

@@ -100,7 +100,7 @@ export async function draft(
   const leave = () => {
     outbox.put({ case: "draining", value: { reason: "the drafter is stopping" } });
     outbox.end();
-    // Read to the end. If the process exited at once, the message would be lost.
+    // Read to the end. If the process exited at once, the message could be lost.
     setTimeout(() => life.abort(), GOODBYE_MS).unref();
   };
   outbox.put({ case: "hello", value: hello });
@@ -115,7 +115,7 @@ export async function draft(
     outbox.put({ case: "drafts", value: batch });
     schedule();
   };
-  // Draft after the messages that have arrived are applied.
+  // Draft only once all messages that have arrived are applied.
   const schedule = () => {
     if (!scheduled) setImmediate(speak);
     scheduled = true;

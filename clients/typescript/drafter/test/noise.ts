@@ -1,4 +1,4 @@
-// Compares the noise with protos/coupled_noise.json. Lies in dist/test once it is compiled.
+// Compares the noise with protos/coupled_noise.json. Once compiled, this file lies in dist/test.
 import { readFileSync } from "node:fs";
 import { draw, exponential, noiseKey, output } from "../src/noise.js";
 

@@ -1,5 +1,5 @@
-// Attention over a paged cache in bfloat16 by AMX. This code computes the same as
-// paged_attention.c, in less time if several tokens are verified.
+// Attention over a paged cache in bfloat16 by AMX. For layers without a window and sinks, this code
+// computes the same as paged_attention.c, in less time if several tokens are verified.
 //
 // Scores are keys · queries rather than queries · keys. So keys are read as they lie in the cache,
 // and a vector has one key's scores for 16 queries, so that the softmax needs no sum or maximum
@@ -20,7 +20,8 @@
 #define QUERY_TILES (QUERY_ROWS / TILE_ROWS)
 #define CHUNK 128
 #define BLOCK TILE_DEPTH
-// The largest number of a tree's tokens, plus the slots before them in the block of the first.
+// The largest number of a tree's tokens, plus the slots before the tree in the block that has its
+// first token.
 #define TREE_SLOTS (64 + BLOCK)
 
 // Up to QUERY_ROWS queries of one key/value head, one chunk of keys, and the state of the softmax.
@@ -210,7 +211,8 @@ INLINE void prefetch(const struct work *work, const uint16_t *from) {
       _mm_prefetch(from + i * work->stride + d, _MM_HINT_T0);
 }
 
-// Returns the offset of a head's key, and of its value, for a slot in the cache, in elements.
+// Returns the offset in the cache, in elements, of a head's key and of its value for a slot of the
+// sequence.
 INLINE int64_t find_slot(const struct layer *layer, const int64_t *pages, int64_t kv_head,
                          int64_t slot) {
   int64_t page = pages[slot / layer->page_size];

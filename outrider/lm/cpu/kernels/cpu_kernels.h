@@ -12,8 +12,8 @@
 #include <arm_neon.h>
 #endif
 
-// Rows of an AMX tile register, and bfloat16 elements of such a row. Tiled inputs of products keep
-// TILE_DEPTH elements of a row together.
+// The number of rows of an AMX tile register, and the number of bfloat16 elements in such a row.
+// Tiled inputs of products keep TILE_DEPTH elements of a row together.
 #define TILE_ROWS 16
 #define TILE_DEPTH 32
 
@@ -58,11 +58,11 @@ struct layer {
 // on, the first in slot `starts[s]` of its sequence; its page numbers begin at
 // `pages[page_offsets[s]]`.
 //
-// A slice may end with a tree, in the slots from `tree_starts[s]` on; without a tree this is the
-// slot after the slice. Of these slots, token i sees slot tree_starts[s] + j only if bit j of
-// `ancestors[i]` is set. A token is one of its own ancestors, so its position is tree_starts[s] - 1
-// plus its number of ancestors. Words of tokens outside trees are 0. In a batch without trees, both
-// arrays are null.
+// A slice may end with a tree, in the slots from `tree_starts[s]` on; without a tree,
+// `tree_starts[s]` is the slot after the slice. Of these slots, token i sees slot tree_starts[s] +
+// j only if bit j of `ancestors[i]` is set. A token is one of its own ancestors, so its position is
+// tree_starts[s] - 1 plus its number of ancestors. Words of tokens outside trees are 0. In a batch
+// without trees, both arrays are null.
 struct batch {
   int64_t token_count, slice_count;
   const int64_t *slot_mapping, *first_rows, *lengths, *starts, *page_offsets, *pages, *tree_starts;
@@ -166,7 +166,7 @@ INLINE vec add_dots(vec sum, vec pairs, uint32_t pair) {
 }
 #endif
 
-// Transposes a block of LANES rows by exchanges between rows 1, 2, 4, … apart.
+// Transposes a block of LANES rows by exchanges between rows that are 1, 2, 4, … apart.
 INLINE void transpose(vec block[LANES]) {
 #pragma GCC unroll 4
   for (int apart = 1; apart < LANES; apart *= 2) {
@@ -200,7 +200,7 @@ INLINE vec exponential(vec x) {
   return y * (vec)((__builtin_convertvector(n, ivec) + 127) << 23);
 }
 
-// A part of the attention, which one thread computes at once. It has one slice, `kv_heads`
+// A part of the attention, which one thread computes in one go. It has one slice, `kv_heads`
 // key/value heads from `kv_head` on, and every `parts`-th block of QUERY_ROWS rows from block
 // `part` on.
 struct attention_item {
@@ -214,9 +214,9 @@ struct attention_split {
 };
 
 // Splits a batch for `threads` threads. The key/value heads of a position are adjacent in the
-// cache, so to read several heads together is faster. An item therefore has several heads if they
-// have few rows and all threads still have enough items. A long prompt's rows are divided among
-// items.
+// cache, so reading several heads together is faster than reading one after the other. An item
+// therefore has several heads if they have few rows and all threads still have enough items. A long
+// prompt's rows are divided among items.
 INLINE struct attention_split split_attention(const struct layer *layer, const struct batch *batch,
                                               int64_t threads) {
   int64_t longest = 1;

@@ -4,8 +4,9 @@
 // forward depends on how steadily weights arrive from memory, and on the time between two products.
 // So weights lie in the order in which they are read, and nothing between the products leaves C.
 // Sums are float. Results are rounded to bfloat16 where transformers rounds them, except inside
-// attention and the rotary embedding. This file is compiled for bfloat16, by decoder_float32.c for
-// float, where nothing is rounded, and by decoder_int8.c for bfloat16 with weights in int8.
+// attention and the rotary embedding. This file itself is compiled for bfloat16, by
+// decoder_float32.c for float, where nothing is rounded, and by decoder_int8.c for bfloat16 with
+// weights in int8.
 
 #ifndef BFLOAT16
 #define BFLOAT16 1
@@ -156,8 +157,8 @@ static void store_token(const struct decoder *decoder, const struct decoder_laye
   memcpy((char *)cache->values + slot * bytes, qkv + cache->heads * size + width, (size_t)bytes);
 }
 
-// The parts of the scratch memory, all [tokens, …]. `normed` and `gated` are tiled. `room` has the
-// input rows of a product in int8. NAME(scratch) returns the total size of all parts.
+// The parts of the scratch memory, all [tokens, …]. `normed` and `gated` are tiled. `room` has a
+// product's input rows in int8. NAME(scratch) returns the total size of all parts.
 struct buffers {
   element *residual, *normed, *qkv, *attended, *gated, *room;
   float *cos_sin;
@@ -167,8 +168,8 @@ static int64_t qkv_width(const struct layer *cache) {
   return (cache->heads + 2 * cache->kv_heads) * cache->head_size;
 }
 
-// Returns the number of elements that a row of the widest product's input takes in int8; 0 without
-// INT8.
+// Returns the number of elements that, in int8, a row of the widest input of a product takes; 0
+// without INT8.
 static int64_t room_width(const struct decoder *decoder) {
   int64_t attended = decoder->layers->cache.heads * decoder->layers->cache.head_size;
   int64_t widest = decoder->hidden > attended ? decoder->hidden : attended;
@@ -228,8 +229,8 @@ static void run_attention(const struct decoder *decoder, const struct decoder_la
   barrier_wait(pool);
   struct rows query = {buffers->qkv, cache->head_size, width};
   configure_attention();
-  // Adjacent heads in the cache are best read by one thread, if there are enough slices for all
-  // threads and no long prompt.
+  // Heads are adjacent in the cache, so one thread reads them best, if there are enough slices for
+  // all threads and no long prompt.
   int enough = batch->slice_count >= 4 * pool->size && batch->token_count < 8 * batch->slice_count;
   int64_t at_once = enough ? cache->kv_heads / split.kv_heads * split.parts : 1;
 #pragma omp for schedule(dynamic, at_once) nowait
@@ -285,7 +286,7 @@ static void keep_state(const struct decoder *decoder, const struct step *step, i
 }
 
 // Computes logits [logits_count, vocabulary] of a batch whose slices hold all its tokens, and
-// writes their keys and values to the caches.
+// writes the tokens' keys and values to the caches.
 void NAME(decode)(const struct decoder *decoder, const struct batch *batch,
                   const struct step *step) {
   int64_t hidden = decoder->hidden, head_tile_rows = choose_tile_rows(step->logits_count);
@@ -330,9 +331,9 @@ static int64_t argmax(const float *values, int64_t count) {
   return at;
 }
 
-// Decodes greedily: runs `step_count` forwards of slices of one token each, and feeds each slice
-// its likeliest token below `limit`. Writes the tokens [step_count, slices]. The caller provides
-// pages for all of them.
+// Decodes greedily: runs `step_count` forwards of slices of one token each, and gives each slice
+// its likeliest token below `limit` as its next input. Writes the tokens [step_count, slices]. The
+// caller provides pages for all of them.
 void NAME(continue)(const struct decoder *decoder, const struct batch *batch,
                     const struct step *step, int64_t limit, int64_t step_count, int64_t *tokens) {
   const int64_t count = batch->slice_count, size = decoder->layers->cache.page_size;

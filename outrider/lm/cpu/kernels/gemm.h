@@ -128,8 +128,9 @@ static void gemm(struct thread_pool *pool, struct gemm_input x, int64_t rows,
   barrier_wait(pool);
 }
 
-// Registers the calling thread with the pool; every thread of a parallel region begins with this,
-// because OpenMP sets the number of threads only inside the region. Returns the state to restore.
+// Sets the pool's size. Every thread of a parallel region begins with this call, because OpenMP
+// sets the number of threads only inside the region. Returns the state that the thread must restore
+// at its end.
 INLINE saved_state join_pool(struct thread_pool *pool) {
   saved_state saved = save_state();
 #pragma omp single

@@ -2,10 +2,10 @@
 // each; see gemm_block.h. For float32, whose weights take longer to arrive, gemm_vector.h is
 // faster.
 //
-// All rows are multiplied by a few tiles of weights before the next tiles. So the processor
-// computes while the weights of later tiles arrive, whatever the number of rows, and weights are
-// read from memory once, in order. Each sum of a row adds the same products in the same order,
-// whatever the other rows are and however many tiles are taken at once.
+// All rows are multiplied by a few tiles of weights before the next tiles are taken. So the
+// processor computes while the weights of later tiles arrive, whatever the number of rows, and
+// weights are read from memory once, in order. Each sum of a row adds the same products in the same
+// order, whatever the other rows are and however many tiles are taken at once.
 #pragma once
 
 // Rows of one pass over some tiles. Five rows by two vectors of columns have ten sums. Two
@@ -15,9 +15,10 @@
 #define VECTORS (BLOCK / LANES)
 // Columns of a line of weights: the whole block.
 #define LINE BLOCK
-// Bytes of the tiles that a pass takes for more than FEW_ROWS rows, which take longer to compute
-// than the tiles take to arrive: with one tile at a time, nine rows took a twentieth more time. Up
-// to FEW_ROWS rows take one tile at a time: with four tiles, three rows took a quarter more time.
+// The size in bytes of the tiles that a pass takes at once for more than FEW_ROWS rows. So many
+// rows take longer to compute than the tiles take to arrive: with one tile at a time, nine rows
+// took a twentieth more time than with four. Up to FEW_ROWS rows take one tile at a time: with four
+// tiles, three rows took a quarter more time than with one.
 #define PASS_BYTES 8192
 #define FEW_ROWS 3
 // Distance in bytes at which weights are prefetched, in the next block if need be.
@@ -43,8 +44,8 @@ INLINE vec load_pair(const element *x) {
 }
 
 // Rows of an input and some tiles of weights. Rows are `row_stride` elements apart, and their parts
-// of TILE_DEPTH elements are `step` elements apart. For each line of weights, as many bytes are
-// prefetched from `ahead` on, unless `ahead` is null.
+// of TILE_DEPTH elements are `step` elements apart. For each line of weights, as many bytes as the
+// line has are prefetched from `ahead` on, unless `ahead` is null.
 struct pass {
   const element *x;
   int64_t row_stride, step, tiles;

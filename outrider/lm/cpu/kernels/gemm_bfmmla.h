@@ -5,10 +5,10 @@
 // row is paired with itself, which takes no longer than bfdot would.
 #pragma once
 
-// Columns of a line of weights, and the number of vectors in it: two columns each.
+// The columns of a line of weights, and the number of vectors in the line: each has two columns.
 #define LINE 16
 #define LINE_VECTORS (LINE / 2)
-// Pairs of rows whose sums for the columns of a line fit the registers.
+// The largest number of pairs of rows whose sums for the columns of a line fit the registers.
 #define MOST_PAIRS 3
 // Each tile of weights is multiplied by all rows before the next tile is read. So the next block
 // needs no prefetching.
@@ -43,8 +43,8 @@ INLINE void add_part(const uint16_t *const (*x)[2], const char *weights, sums_of
       rows[i] = (bfloat16x8_t)vcombine_u16(vld1_u16(x[i][0] + line * PAIR),
                                            vld1_u16(x[i][1] + line * PAIR));
     for (int v = 0; v < LINE_VECTORS; v++) {
-      // Without this line, the compiler loads more weights early than fit the registers beside the
-      // sums.
+      // Without this line, the compiler would load so many weights early that they do not fit the
+      // registers beside the sums.
       if (n > 1 && v % 2 == 0) __asm__ volatile("" ::: "memory");
       bfloat16x8_t columns = (bfloat16x8_t)vld1q_u16((const uint16_t *)from + v * 2 * PAIR);
       for (int i = 0; i < n; i++) sums[i][v] = vbfmmlaq_f32(sums[i][v], rows[i], columns);

@@ -47,10 +47,11 @@ struct linear {
 };
 
 // The input [rows, in] of a product. If `tiled`, it consists of tiles of `tile_rows` rows by 32
-// elements, and the tiles of the same rows are adjacent; tiles are read faster, because their lines
-// fall into different sets of the cache. If not `tiled`, each row is contiguous. The vector code
-// multiplies at most `tile_rows` rows at once in both cases. The output of a SWIGLU product has
-// tiles of the same shape. `room` has space for the rows in int8; only INT8 needs it.
+// elements, and the tiles of the same rows are adjacent. Tiles are read faster than contiguous
+// rows, because their lines fall into different sets of the cache. If not `tiled`, each row is
+// contiguous. The vector code multiplies at most `tile_rows` rows at once in both cases. The output
+// of a SWIGLU product has tiles of the same shape. `room` has space for the rows in int8; only INT8
+// needs it.
 struct gemm_input {
   const element *data;
   int64_t tile_rows;
@@ -93,6 +94,6 @@ INLINE void configure_rows(int rows) { (void)rows; }
 INLINE void configure_attention(void) {}
 #endif
 #ifndef ROW_ELEMENTS
-// Elements from one row of a product's input to the next.
+// The number of elements from the start of a row of a product's input to the start of the next row.
 #define ROW_ELEMENTS(in) (in)
 #endif

@@ -27,8 +27,8 @@
 // As in gemm_vector.h.
 #define PREFETCH_DISTANCE 8192
 
-// Weights are stored with 128 added. EXCESS is the part of it that products still have: none with
-// sdot, which multiplies signed weights, after the 128 has been subtracted.
+// Weights are stored with 128 added. EXCESS is the part of the 128 that the weights still have in a
+// product: 0 with sdot, which multiplies signed weights, so that the 128 is subtracted first.
 #if PAIR == 4 && defined(__aarch64__)
 #define EXCESS 0
 #else
@@ -75,7 +75,7 @@ INLINE void quantize_group(const element *from, struct group *to) {
     top = most[i] > top ? most[i] : top;
     zero += nothing[i];
   }
-  // Groups with a smaller maximum count as zero: 127 divided by the maximum would be infinite.
+  // Groups with a smaller maximum count as zero: 127 divided by the maximum could be infinite.
   const int is_zero = top < 1e-30f;
   const float factor = is_zero ? 0 : 127 / top;
   const vec magic = splat(12582912.0f);  // adding this rounds to an integer

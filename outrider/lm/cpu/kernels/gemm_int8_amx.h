@@ -8,7 +8,7 @@
 #error "tiles multiply bytes, four at a time, as AVX512-VNNI does"
 #endif
 
-// Fewer rows are multiplied by vectors.
+// Fewer than LEAST_TILED_ROWS rows are multiplied by vectors.
 #ifndef LEAST_TILED_ROWS
 #define LEAST_TILED_ROWS 9
 #endif

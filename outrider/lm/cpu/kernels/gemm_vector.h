@@ -18,14 +18,15 @@
 #define LINE BLOCK
 // More than ACC_ROWS rows take longer to compute than a block's weights take to arrive, and memory
 // would be idle for half of the time. So all rows together prefetch the next block, bit by bit. On
-// an EPYC (Zen 4) 16 rows then take 0.85 to 0.95 of the time.
+// an EPYC (Zen 4) 16 rows then take 0.85 to 0.95 of the time that they take without this
+// prefetching.
 #define PREFETCHES_NEXT(rows) ((rows) > ACC_ROWS && (rows) <= ROWS)
 // With AVX-512 a single row needs no prefetching: on an EPYC (Zen 5) it made forwards of one thread
 // take 1.08 to 1.11 times as long.
 #define PREFETCHES_OWN(rows) ((rows) > 1 || LANES < 16)
 // Distance in bytes at which a block prefetches its own weights. The distance is two pages, because
-// the processor's own prefetching stops at the end of each page. On an EPYC (Zen 4) 8 rows took
-// 0.57 of the time that they took with 1 KiB, or without prefetching.
+// the processor's own prefetching stops at the end of each page. With it, 8 rows on an EPYC (Zen 4)
+// took 0.57 of the time that they took with 1 KiB, or without prefetching.
 #define PREFETCH_DISTANCE 8192
 
 // Returns the tile_rows of an input with `rows` rows: the rows of one pass over the weights, about
@@ -55,8 +56,9 @@ INLINE vec add_products(vec acc, vec weights, const element *x) {
 // `ahead` on are prefetched.
 //
 // If the sums of all columns do not fit the registers, each tile of weights is read in parts of its
-// columns. The tile is in the L1 cache by then, so memory is read strictly in order. When each part
-// walked over the whole block, one row took 1.76 times as long on an EPYC (Zen 3).
+// columns. From the second part on, the tile is in the L1 cache, so memory is read strictly in
+// order. When each part was read over the whole block before the next part, one row took 1.76 times
+// as long on an EPYC (Zen 3).
 INLINE void gemm_rows(const element *x, int64_t row_stride, int64_t step, int64_t in,
                       const char *weights, float (*acc)[BLOCK], int n, const char *ahead,
                       int64_t bytes) {

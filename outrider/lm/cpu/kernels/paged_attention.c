@@ -200,7 +200,8 @@ INLINE void load_block(struct work *work, const struct layer *layer, const int64
       work->values[j][c] = load(layer->values, at[j] + c * LANES, is_bfloat16);
 }
 
-// Returns the number of keys of the block that begins at a place: no block crosses a page's border.
+// Returns the number of keys of the block that begins at a place. No block crosses a page's border
+// or goes beyond `last`.
 INLINE int block_keys(int64_t place, int64_t page_size, int64_t last) {
   int64_t count = page_size - place % page_size;
   if (count > LANES) count = LANES;
@@ -257,7 +258,7 @@ INLINE void attend_path(const struct layer *layer, const int64_t *pages, struct 
 }
 
 // Attends for the rows of `heads` key/value heads from `kv_head` on. Each head has `rows` rows, and
-// the first is row `first_row` of its slice. Blocks that reach a tree are read for each token.
+// the first is row `first_row` of its slice. Blocks that reach a tree are read anew for each token.
 INLINE void attend_rows(const struct layer *layer, const int64_t *pages, struct work *work,
                         int rows, int64_t first_row, int64_t kv_head, int64_t heads, int64_t place,
                         int64_t last, int is_bfloat16) {
@@ -397,8 +398,8 @@ static void store_in_cache(const struct layer *layer, const struct batch *batch,
 
 // Stores the batch's keys and values in the cache, then attends. `out` is [tokens, heads,
 // head_size]; only the slices' rows are written. A query sees the keys up to its own position,
-// within `window` (see find_view); of a tree it sees only its ancestors. `sinks` are one more score
-// for each query head, whose weight goes to no key; null without sinks.
+// within `window` (see find_view); of a tree it sees only its ancestors. `sinks` has one more score
+// for each query head, and the weight of this score goes to no key; null without sinks.
 void outrider_paged_attention(const struct layer *layer, const struct batch *batch,
                               struct rows query, struct rows key, struct rows value, void *out,
                               float scale, int64_t window, const float *sinks) {
