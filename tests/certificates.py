@@ -45,7 +45,7 @@ class Site:
         return Tls(self.folder / f"{name}.pem", self.folder / f"{name}.key", self.ca)
 
     def context(self, tls: Tls | None) -> ssl.SSLContext:
-        """Return TLS for a client that trusts the authority and may show a certificate."""
+        """Return the TLS context of a client that trusts the authority; see `trusting`."""
         return trusting(self.ca, tls)
 
     async def serial(self, port: int, tls: Tls) -> str:
@@ -59,7 +59,10 @@ class Site:
 
 
 def trusting(ca: Path, tls: Tls | None) -> ssl.SSLContext:
-    """Return the TLS context of a client that trusts an authority and may show a certificate."""
+    """Return the TLS context of a client that trusts an authority.
+
+    If `tls` is given, the client shows its certificate.
+    """
     context = ssl.create_default_context(cafile=str(ca))
     if tls is not None:
         context.load_cert_chain(tls.cert, tls.key)

@@ -31,7 +31,7 @@ gc.set_threshold(200_000, 50, 100)
 
 
 def _is_not_of_an_ended_test(record: logging.LogRecord) -> bool:
-    """Return False for gRPC's log record that the event loop of an earlier test is closed.
+    """Return False for a record in which gRPC logs that an earlier test's event loop is closed.
 
     gRPC has one completion queue for all loops of a process. A call that a test cancels may end
     later than the test's loop. gRPC then logs this during a later test.
@@ -43,7 +43,7 @@ def _is_not_of_an_ended_test(record: logging.LogRecord) -> bool:
 
 logging.getLogger("asyncio").addFilter(_is_not_of_an_ended_test)
 
-# On a busy machine some example always takes long, which is not the tested code's fault.
+# On a busy machine some examples take long, which is not the tested code's fault.
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 # For `--hypothesis-profile=long`: `hostile_messages.fuzzing` then takes many random examples.
 settings.register_profile("long", settings.get_profile("patient"))

@@ -61,7 +61,7 @@ class Far(torch.Tensor):
         return DEVICE
 
     def tolist(self) -> Any:
-        """Return the numbers, after a copy to the host as torch makes it for a GPU."""
+        """Return the numbers, after the copy to the host that torch makes for a GPU."""
         return self.cpu().tolist()
 
     def __getitem__(self, index: Any) -> torch.Tensor:
@@ -88,7 +88,10 @@ def _on_device(index: Any) -> Any:
 
 
 class FakeDevice(TorchDispatchMode):
-    """Runs the operators of a `with` block; counts operators, copies, and waits for the device."""
+    """Runs the operators of a `with` block.
+
+    It counts the operators, the copies, and the host's waits for the device.
+    """
 
     def __init__(self, on_wait: Callable[[], object] = bool) -> None:
         """`on_wait` is called at each wait."""
@@ -98,7 +101,7 @@ class FakeDevice(TorchDispatchMode):
         self.copies = 0
         """Copies from the host."""
         self.waits = 0
-        """Copies to the host, blocking copies from it, and operators whose value the host needs."""
+        """Copies to the host, blocking copies from it, and operators that wait."""
         self._on_wait = on_wait
         self._patches = ExitStack()
 
@@ -127,7 +130,7 @@ class FakeDevice(TorchDispatchMode):
         return Far(tensor)
 
     def _kernel(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a kernel that stands for one operator."""
+        """Return a function that runs the kernel and counts it as one operator."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
             self.operators += 1
@@ -137,7 +140,7 @@ class FakeDevice(TorchDispatchMode):
         return call
 
     def _factory(self, make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        """Return a function that makes a tensor, and copies it to a given device, waiting."""
+        """Return a function that makes a tensor; a copy to a given device is a blocking copy."""
 
         def call(*args: Any, device: torch.device | None = None, **kwargs: Any) -> torch.Tensor:
             made = make(*args, **kwargs)
@@ -169,7 +172,7 @@ class FakeDevice(TorchDispatchMode):
 
     @contextmanager
     def _again(self) -> Iterator[None]:
-        """Do not count the operators that implement the called operator."""
+        """Count also the operators that implement the called operator."""
         super().__enter__()
         try:
             yield
@@ -201,7 +204,7 @@ class FakeDevice(TorchDispatchMode):
 
 
 def _has_mask(indices: Any) -> bool:
-    """Return whether an index is a mask.
+    """Return whether one of the indices is a mask.
 
     The host has to know how many entries of a mask are true.
     """
@@ -231,4 +234,4 @@ _KERNELS: dict[str, Callable[..., Any]] = {
     "outrider.sampling.penalty_kernel.penalise": _penalise,
     "outrider.sampling.noise_kernel.coupled_sample": _coupled_sample,
 }
-"""Kernels that only a GPU runs. Each is one operator."""
+"""Replacements of kernels that only a GPU runs, keyed by name. Each counts as one operator."""

@@ -1,4 +1,4 @@
-"""A drafter family behind its session, fed with a verifier's messages and sequences."""
+"""A drafter family behind its session, which gets a verifier's messages from a test."""
 
 from __future__ import annotations
 

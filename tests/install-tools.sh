@@ -7,7 +7,8 @@ set -euo pipefail
 missing() {
   local found=()
   local programs="redis-server openssl prometheus npm"
-  # docs/drafters.md installs Debian's packages, and the tests of kernels compile with Debian's.
+  # A walk-through of docs/drafters.md installs Debian's packages, and the tests of kernels compile
+  # with Debian's compiler.
   command -v apt-get >/dev/null && programs="$programs grpc_tools_ruby_protoc protoc"
   command -v apt-get >/dev/null && [ "$(uname -m)" = x86_64 ] &&
     programs="$programs aarch64-linux-gnu-gcc qemu-aarch64"

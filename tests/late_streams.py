@@ -63,8 +63,8 @@ class LateStreams(TorchDispatchMode):
         self._random = Random(seed)
         self._all: dict[str, LateStream] = {}
         self._current = ""
-        # Keyed by the memory's address: its tensor and the stream that made it, and the streams
-        # that still read it.
+        # Both are keyed by the address of memory. `_makers` has the memory's tensor and the stream
+        # that made it, `_readers` the streams that still read the memory.
         self._makers: dict[int, tuple[torch.Tensor, str]] = {}
         self._readers: dict[int, set[str]] = {}
         monkeypatch.setattr(streams, "_stream_of", lambda tensor: self._all[self._current])
@@ -112,7 +112,8 @@ class LateStreams(TorchDispatchMode):
     def free(self, maker: str, reader: str) -> None:
         """Let the stream `maker` overwrite its memory, as if the allocator had reused it.
 
-        Memory that the stream `reader` still keeps is left alone: the allocator would not get it.
+        Memory that the stream `reader` still keeps is left alone: the allocator would not get it
+        back yet.
         """
         for address, (tensor, name) in self._makers.items():
             if name == maker and reader not in self._readers.get(address, ()):

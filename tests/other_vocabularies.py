@@ -18,7 +18,7 @@ from tokenizers.trainers import BpeTrainer
 
 MODEL = Path(__file__).parents[1] / "models/draft"
 SPECIAL = 4
-"""The special tokens come first."""
+"""The number of special tokens. They come first."""
 
 
 def order_of(seed: int, removed_share: float = 0.0) -> list[int]:

@@ -14,9 +14,9 @@ from verifier_svc.state.sequence import Sequence as Request
 from verifier_svc.state.trie import DraftTree
 from verifier_svc.verification.grammar_masks import GrammarMasks
 
-# `_DEEP` is the share of tokens that follow the last token. The others are the probabilities that
-# the likely token, if it is not in the tree yet, becomes a first child (main) or a further child
-# (sibling).
+# `_DEEP` is the share of tokens that follow the token drawn last. `_MAIN` and `_SIBLING` are the
+# probabilities that the likely token, if it is not in the tree yet, becomes a first child or a
+# further child.
 _DEEP = 0.6
 _MAIN = 0.4
 _SIBLING = 0.9
@@ -78,7 +78,7 @@ def shuffled(tree: DraftTree, rng: np.random.Generator) -> tuple[DraftTree, list
 
 
 class TreeGrafter(GrammarMasks):
-    """Replaces each chain that the scheduler chose by a random tree around it.
+    """Puts a random tree around each chain that the scheduler chose.
 
     `likely` returns how a request's text continues. Sampled drafts stay unchanged.
     """

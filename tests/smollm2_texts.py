@@ -24,7 +24,7 @@ COUNT = int(os.environ.get("OUTRIDER_SMOLLM2_TEXTS", "12"))
 """How many texts a test asks for, at most 216."""
 TOKENS = 24
 # A greedy token's logit may be this far below the highest logit. In such a tie, the order in which
-# a sum's terms are added decides.
+# a sum's terms are added decides which token has the highest logit.
 TIE = 1e-4
 LOGPROB_ERROR = 1e-4
 

@@ -72,12 +72,12 @@ def prompts(every: int = 1) -> list[list[int]]:
 
 
 class Process:
-    """One process of the stack, with its output in a file. A `with` block stops it at its end."""
+    """One process of the stack, with its output in a file. The end of a `with` block stops it."""
 
     def __init__(self, module: str, *arguments: str, command: Sequence[str] = ()) -> None:
         """Run a module of this repository, or `command` for another program."""
         self.arguments = [*(command or (sys.executable, "-m", module)), *arguments]
-        # The test closes it.
+        # Whoever stops the process closes this file.
         self.log = tempfile.TemporaryFile()  # noqa: SIM115
         self.start()
 
@@ -137,7 +137,7 @@ class GatewayProcess(Process):
         """Wait until all verifiers serve, and until the gateway reports them as ready."""
         deadline = time.monotonic() + timeout_s
         states: dict[str, Any] = {}
-        # The gateway is degraded as long as it misses a drafter that an earlier test has ended.
+        # The gateway is degraded as long as it misses a drafter that an earlier test has stopped.
         while states.get("status") not in ("ready", "degraded") or not all(
             verifier["ready"] for verifier in states["verifiers"]
         ):
@@ -291,7 +291,7 @@ class Client:
         return found
 
     async def connected(self, name: str, count: int = 1) -> None:
-        """Wait until this many drafters of an id or a family are connected."""
+        """Wait until exactly `count` drafters with `name` as id or family are connected."""
 
         async def are_there() -> bool:
             drafters = (await self.model()).drafters

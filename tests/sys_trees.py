@@ -48,8 +48,8 @@ def gh200(root: Path, *, boards: int = 1, driver_manages: bool = False) -> Path:
     Each has 72 cores on one node. After all nodes with cores come eight nodes of GPU memory for
     each GH200; MIG may use seven of the eight. There are no nodes of GPU memory where the driver
     manages the GPU's memory itself (CDMM). The nodes of one GH200 are taken from an lscpu in
-    https://github.com/bytedance/xpu-perf/issues/129, and the number of nodes of four is taken from
-    a `numactl -H` in https://github.com/numactl/numactl/issues/224.
+    https://github.com/bytedance/xpu-perf/issues/129. The number of nodes of four GH200 is taken
+    from a `numactl -H` in https://github.com/numactl/numactl/issues/224.
     """
     nodes = {node: f"{72 * node}-{72 * node + 71}" for node in range(boards)}
     if not driver_manages:

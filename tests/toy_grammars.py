@@ -9,7 +9,7 @@ class ToyGrammar:
     """A matcher of the texts whose every token passes `allows`."""
 
     vocab_size = 8
-    """The number of tokens in a mask; at most the model's."""
+    """The number of tokens in a mask; at most the size of the model's vocabulary."""
 
     def __init__(self) -> None:
         self.text: list[int] = []

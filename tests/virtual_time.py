@@ -11,7 +11,7 @@ from verifier_svc.engine.loop import Engine
 
 
 class VirtualClock:
-    """A clock for an engine, and the loop that calls its `advance` and sleeps in between."""
+    """A clock for an engine, and the loop that calls `Engine.advance` and sleeps between calls."""
 
     def __init__(self) -> None:
         self.now = 1000.0

@@ -11,7 +11,10 @@ from collections.abc import Awaitable, Callable
 async def until(
     condition: Callable[[], object | Awaitable[object]], timeout_s: float = 30.0
 ) -> None:
-    """Wait until `condition()`, awaited if it is awaitable, is true; raise TimeoutError."""
+    """Wait until `condition()`, awaited if it is awaitable, is true.
+
+    Raises TimeoutError if this takes longer than `timeout_s`.
+    """
 
     async def holds() -> bool:
         met = condition()
@@ -23,7 +26,7 @@ async def until(
 
 
 def wait_until(condition: Callable[[], object], timeout_s: float = 60.0) -> None:
-    """Do what `until` does, where no event loop runs."""
+    """Wait as `until` does, where no event loop runs; `condition()` must not be awaitable."""
     deadline = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > deadline:

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Installs the clients that tests/agents runs, and keeps clients that are there already. `install.sh
-# sdks` installs only the SDKs, which CI runs. npm's packages bring a Node.js.
+# Installs the clients that tests/agents runs, and keeps each environment whose list is unchanged.
+# `install.sh sdks` installs only the SDKs, which CI runs. npm's packages bring a Node.js.
 set -euo pipefail
 folder=$(dirname "$(realpath "$0")")
 cd "$folder/../.."
@@ -10,7 +10,7 @@ mkdir -p "$into"
 # The dependencies of the listed packages have the versions of this day.
 day=2026-11-27
 
-# uv installs them in seconds, and pip in minutes.
+# uv installs the packages in seconds; pip would take minutes.
 [ -x "$into/uv/bin/uv" ] || {
   "${PYTHON:-python3}" -m venv "$into/uv"
   "$into/uv/bin/python" -m pip install --quiet --disable-pip-version-check uv==0.13.9

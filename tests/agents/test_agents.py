@@ -1,4 +1,4 @@
-"""Released clients work as users use them, in their default mode. install.sh installs them.
+"""Released clients work in their default mode, as users run them. install.sh installs them.
 
 Each script of clients/ asks the bundled pair for answers of a demanded type, and a scripted model
 for calls that this model chooses by itself.
@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="session")]
 
 NODE = ("sdks-node", "npm", "tools")
 # Environment, script and its argument. CI installs only the two environments of SDKs. The other
-# clients have HTTP clients of their own, and run by hand before a release (`make agents`).
+# clients have HTTP clients of their own; people run them before a release (`make agents`).
 CLIENTS = [
     ("sdks", "openai_python", ""),
     ("sdks", "openai_responses", ""),
@@ -103,8 +103,8 @@ def linked(script: Path, environment: str) -> Path:
     return folder / script.name
 
 
-# Maps a program to its configuration, its configuration's path, and its command without the
-# question.
+# `TOOLS` maps a program to its configuration, to the path of this configuration, and to its
+# arguments without the question.
 CODEX = """
 model = "outrider"
 model_provider = "outrider"
@@ -156,7 +156,7 @@ async def test_a_command_line_reads_a_file_by_a_tool(
     status, output = await run(
         *(program("tools", name), *words.split(), "What do my notes say of the weather?"),
         cwd=tmp_path,
-        # These packages include a Node.js, since the system's may be too old.
+        # This folder has a Node.js from npm's packages, since the system's may be too old.
         PATH=f"{INSTALLED}/npm/node_modules/.bin:{os.environ['PATH']}",
         HOME=str(tmp_path),
         CODEX_HOME=str(tmp_path / ".codex"),

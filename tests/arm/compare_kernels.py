@@ -1,7 +1,7 @@
 """Run by ARM's Python: compare the installed kernels with torch; print a JSON object.
 
-The model is random. `errors` has the mean distances from float64 logits of the logits of two
-forwards: the kernels' forward, and the model's own forward in torch.
+The model is random. `errors` compares the kernels' forward and the model's own forward in torch: it
+has the mean distance of each forward's logits from float64 logits.
 """
 
 import copy
@@ -26,7 +26,7 @@ CONFIG = LlamaConfig(
     num_key_value_heads=2,
 )
 PAGES = [40, 3, 17, 5]
-# The numbers of rows: one row, a draft, and chunks of a prompt.
+# The text is cut here into a chunk of 30 rows, one row, a draft, and a chunk of 14 rows.
 CUTS = [0, 30, 31, 36, 50]
 
 
@@ -37,7 +37,7 @@ def made(dtype: torch.dtype) -> LlamaForCausalLM:
 
 
 def errors(dtype: torch.dtype) -> list[float]:
-    """Return the mean distances of the kernels and of torch."""
+    """Return the mean distances from float64 of the kernels' logits and of torch's logits."""
     tokens = torch.randint(3, 256, (CUTS[-1],)).tolist()
     model = made(dtype)
     with torch.inference_mode():

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Makes build/arm64: what a drafter needs on 64-bit ARM, for tests under qemu. Debian's packages come
 # from this machine's own sources, Python's from its own index, in the versions and with the hashes
-# of compose/pinned. The index's torch for ARM contains CUDA, so that this takes 6 GB. What is there
-# already is left alone.
+# of compose/pinned. The index's torch for ARM contains CUDA, so that this takes 6 GB. A root that
+# was made from the same files is left alone.
 set -euo pipefail
 script=$(realpath "$0")
 cd "$(dirname "$script")/../.."

@@ -1,4 +1,4 @@
-"""Drafters on 64-bit ARM draft for a verifier on x86, and everything shows where they run.
+"""Drafters on 64-bit ARM draft for a verifier on x86; gateway and traces show where they run.
 
 The drafters are whole processes of the cross-built wheel, with ARM's Python, gRPC and torch. Only
 the processor is emulated, which takes minutes.
@@ -67,7 +67,10 @@ def running(family: str, core: int, packages: Path) -> Iterator[tuple[Stack, Gat
 async def traced(
     family: str, core: int, packages: Path, patch: pytest.MonkeyPatch
 ) -> AsyncIterator[tuple[Stack, GatewayProcess, Collector]]:
-    """Yield the same processes, which have sent their spans when the block has ended."""
+    """Yield what `running` yields, and a collector of the processes' spans.
+
+    The processes have sent all spans once the block has ended.
+    """
     async with collecting() as (collector, endpoint):
         # The processes inherit this variable.
         patch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", endpoint)

@@ -47,7 +47,7 @@ def language(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def stack() -> Iterator[Stack]:
-    """Yield a verifier that waits for each draft of four tokens, and the n-gram drafter."""
+    """Yield a verifier that waits for drafts of four tokens, with the built-in n-gram drafter."""
     stack = Stack("--always-draft", "--draft-tokens", "fixed:4")
     stack.add_drafter("ngram-1", "ngram", "--max-draft-len", "16")
     with running(stack):

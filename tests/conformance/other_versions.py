@@ -1,4 +1,4 @@
-"""A relay before a verifier, which makes one side seem to speak another version."""
+"""A relay in front of a verifier makes one of the two sides seem to speak another version."""
 
 from __future__ import annotations
 
@@ -59,7 +59,10 @@ def _make_older(file: FileDescriptorProto) -> None:
 
 
 def _make_newer(file: FileDescriptorProto) -> None:
-    """Add a field to each message in a file of the protos, and a kind of message to each stream."""
+    """Add a field to each of our messages in a file of the protos.
+
+    Each direction of the draft stream also gets a kind of message.
+    """
     for message in file.message_type if file.package == "outrider.v1" else ():
         message.field.add(
             name="later",
@@ -133,7 +136,7 @@ async def _changed(
 ) -> AsyncIterator[bytes]:
     """Yield the messages in the other version.
 
-    A newer version adds an unknown message after each.
+    On the draft stream, a newer version adds a message of an unknown kind after each message.
     """
     made: Callable[..., Any] = message_factory.GetMessageClass(kind)
     async for content in messages:

@@ -37,7 +37,7 @@ def stack() -> Iterator[Stack]:
 async def test_a_part_of_another_version_changes_no_text(
     stack: Stack, version: Version, part: Part
 ) -> None:
-    """A newer gateway's field could change the output, so the verifier refuses the request."""
+    """The verifier refuses a newer gateway's request: its unknown field could change the output."""
     name = f"{version}-{part}"
     async with Client(stack.address) as near, relaying(stack.address, version, part) as relay:
         expected = await answers(near, SpeculationOptions(enabled=False))

@@ -59,7 +59,10 @@ def prompts() -> list[list[int]]:
 
 @pytest.fixture
 def make(runner: ModelRunner, thread: ThreadPoolExecutor) -> Callable[..., Rig]:
-    """Makes a rig of the draft model, with settings of ModelFamily and DraftModel."""
+    """Return a function that makes a rig of the draft model.
+
+    The function takes settings of ModelFamily and DraftModel.
+    """
 
     def make(*, vocab_size: int = 0, branch_count: int = 0, **settings: int) -> Rig:
         model = DraftModel(runner, thread, **settings)
@@ -70,7 +73,7 @@ def make(runner: ModelRunner, thread: ThreadPoolExecutor) -> Callable[..., Rig]:
 
 @pytest.fixture(scope="module")
 def reference() -> Callable[[list[int]], torch.Tensor]:
-    """Return a function: the logits [V] of `transformers` after a text, computed from scratch."""
+    """Return a function that computes `transformers`' logits [V] after a text from scratch."""
     model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
 
     @torch.inference_mode()

@@ -11,7 +11,7 @@ from tests.family_rig import GREEDY, Rig, opened_sequence
 Make = Callable[..., Rig]
 """Makes a rig of the draft model, with settings of ModelFamily and DraftModel."""
 Greedy = Callable[[list[int], int], list[int]]
-"""The model's greedy continuation of a text, with this number of tokens."""
+"""Continues a text greedily, as the model does, by this number of tokens."""
 
 
 def opened(
@@ -31,7 +31,10 @@ def opened(
 
 
 async def guesses_of(rig: Rig) -> dict[int, list[int]]:
-    """Return each sequence's guesses after drafting has ended; every proposal agrees with them."""
+    """Return each sequence's guesses after drafting has ended.
+
+    The chain of every proposal must agree with them.
+    """
     for proposal in (await rig.drafts()).proposals:
         count = len(proposal.token_ids)
         for i, parent in enumerate(proposal.parents):

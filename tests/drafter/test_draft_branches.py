@@ -1,4 +1,4 @@
-"""The draft model's branches are its greedy text; a committed branch becomes the next chain."""
+"""A branch of the draft model goes on greedily; a committed branch becomes the next chain."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def close(rig: Rig) -> None:
 
 
 def chain_length(proposal: Proposal) -> int:
-    """Return the length of a proposal's chain, in which each token's parent precedes it."""
+    """Return the length of a proposal's chain: each token's parent is the token directly before."""
     return next(
         (i for i, parent in enumerate(proposal.parents) if parent != i), len(proposal.token_ids)
     )
@@ -90,7 +90,7 @@ async def test_branches_are_the_models_own_greedy_continuations(
 async def test_a_committed_branch_brings_its_cache_and_continues_like_a_chain(
     place: int, at_page_end: bool, rig: Rig, greedy: Greedy, prompt: list[int], runner: ModelRunner
 ) -> None:
-    """At a page's end, the branch's first token overwrites the last slot that the chain filled."""
+    """With `at_page_end`, the branch's first token replaces a guess in the last slot of a page."""
     text = (prompt * 8)[: 2 * runner.page_size - 1 - place] if at_page_end else prompt
     rig.open(opened(text))
     branches = await branches_of(rig)
@@ -158,7 +158,7 @@ async def test_branches_of_a_failed_round_free_their_pages(
 async def test_branches_of_sampled_drafts_carry_no_distributions(
     distribution: DraftDistribution, rig: Rig, prompt: list[int]
 ) -> None:
-    """A branch is chosen, not sampled. Verification as a sample would bias the output."""
+    """A branch is chosen, not sampled. To verify it as a sample would bias the output."""
     rig.open(opened(prompt, sampling=SamplingParams(1.0, seed=3), distribution=distribution))
     proposals = (await rig.drafts()).proposals
     assert any(proposal.parents for proposal in proposals)

@@ -129,7 +129,7 @@ async def test_committed_guesses_need_no_other_forward(
     rig.commit(1, *ahead[:2])
     first = (await rig.draft()).proposals[0]
     assert (first.base_length, first.token_ids[:7]) == (len(prompts[0]) + 2, ahead[2:])
-    # The forward reads only the last guess. Earlier forwards read the others.
+    # This forward reads only the last guess. Earlier forwards read the other guesses.
     assert fed[0] == ahead[-1]
 
 

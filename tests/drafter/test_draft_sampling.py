@@ -35,7 +35,10 @@ def sampled(
 async def first_guesses(
     rig: Rig, prompt: list[int], count: int
 ) -> list[tuple[int, SparseDistribution]]:
-    """Return the first sampled token of `count` sequences with one prompt and different seeds."""
+    """Return the first sampled token of each of `count` sequences, and its distribution.
+
+    The sequences have one prompt and different seeds.
+    """
     for i in range(count):
         rig.open(sampled(prompt, i, seed=i))
     batch = await rig.draft()
@@ -118,7 +121,7 @@ async def test_no_random_number_is_used_twice(
 async def test_drafters_and_sequences_without_a_seed_draw_differently(
     make: Make, prompts: list[list[int]]
 ) -> None:
-    """Equal draws would predict each other, and a restarted drafter would repeat its draws."""
+    """Equal draws would predict each other. A drafter must not repeat its draws after a restart."""
     drawn = []
     for _ in range(2):
         rig = make()
@@ -141,7 +144,7 @@ def test_a_gpu_is_waited_for_once_a_choice_and_once_a_draw(
     distribution: DraftDistribution, trees: bool
 ) -> None:
     sampling = SamplingParams(1.0, seed=3)
-    # A choice needs no model and no pages.
+    # `_choose` needs no model and no pages.
     forwards = Forwards(cast(Any, None), cast(Any, None), 64, 8, None)
 
     def choose(logits_RV: torch.Tensor) -> list[Guess | None]:

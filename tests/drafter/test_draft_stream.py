@@ -219,7 +219,7 @@ def test_a_batch_is_divided_into_messages_that_the_verifier_accepts() -> None:
 async def test_it_rejoins_at_once_with_a_new_strategy_after_a_goodbye(
     verifier: ScriptedVerifier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # A stream that is lost would first wait for an hour.
+    # After a lost stream the drafter would first wait for an hour.
     monkeypatch.setattr("outrider.drafter.stream._BACKOFF_S", (3600.0, 3600.0))
     drafter = Drafter(verifier.port)
     async with running(drafter):

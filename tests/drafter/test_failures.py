@@ -65,7 +65,7 @@ def family(request: pytest.FixtureRequest) -> Family:
 
 
 def break_one(family: Family, monkeypatch: pytest.MonkeyPatch, sequence_id: int) -> None:
-    """Make the family's work for this sequence raise."""
+    """Make the family's work for this sequence raise an error."""
     if isinstance(family, ModelFamily):
         runner = family._model.runner
         tokens = set(family._drafts[sequence_id].sequence.tokens)
@@ -109,7 +109,7 @@ async def test_a_failing_sequence_loses_its_drafts_and_no_other_does(
     assert Skip(4, len(other)) in drafts.skips
     assert caplog.text.count("is not drafted for") == 1
     assert "Traceback" in caplog.text
-    # The session sends a skip for this sequence after each verdict, and no longer asks the family.
+    # After each verdict the session sends a skip for this sequence, without asking the family.
     rig.commit(4, 1)
     rig.commit(3, expected[0] + 1)
     assert Skip(4, len(other) + 1) in (await rig.drafts()).skips
@@ -130,7 +130,7 @@ def seed_of(distribution: DraftDistribution) -> int | None:
 async def test_guessing_ends_where_every_token_is_forbidden(
     make_model: Callable[[], ModelFamily], distribution: DraftDistribution
 ) -> None:
-    """Tokens with the letter z are banned, so no token may follow the text "ab"."""
+    """The choice is "abz", and tokens with the letter z are banned: nothing may follow "ab"."""
     tokenizer = load_tokenizer(MODEL)
     last = tuple(
         token for token in range(tokenizer.get_vocab_size()) if "z" in tokenizer.decode([token])

@@ -41,7 +41,10 @@ SCHEMA = Grammar(GrammarKind.JSON_SCHEMA, json.dumps(PERSON))
 
 
 def tool_calls(**more: Any) -> Grammar:
-    """Return calls in Qwen 3's format of `get_weather` and `get_time`; both take a person."""
+    """Return a grammar of calls of `get_weather` and `get_time` in Qwen 3's format.
+
+    Both functions take a person.
+    """
     tags = [
         {
             "type": "tag",
@@ -215,7 +218,7 @@ async def test_nothing_is_guessed_within_a_thought_and_the_answer_after_it_is(
     writer.write(">")
     assert (await writer.chain()).startswith("\n\n{")
     writer.write('\n\n{"name":')
-    # The drafter learns the answer's whitespace, and leaves out the thought's.
+    # The drafter learns whitespace from the answer, but not from the thought.
     writer.write('"A",')
     assert (await writer.chain()).startswith('"ok":')
 
@@ -313,7 +316,10 @@ async def test_a_text_beyond_its_grammar_is_not_drafted(grammars: Grammars) -> N
 async def test_grammars_that_take_long_lose_their_drafts_and_those_of_their_tenant(
     grammars: Grammars,
 ) -> None:
-    """Each guess takes 0.25 s of processor time: the second exceeds a sequence's allowance."""
+    """A guess takes 0.25 s of processor time.
+
+    One guess exceeds a sequence's allowance, and three guesses exceed a tenant's allowance.
+    """
     now = [0.0]
     ticks = itertools.count()
     clocks = {"cpu_clock": lambda: 0.25 * next(ticks), "clock": lambda: now[0]}
@@ -346,7 +352,7 @@ async def test_grammars_that_take_long_lose_their_drafts_and_those_of_their_tena
 async def test_no_guess_is_forbidden_by_the_grammar(
     grammars: Grammars, grammar: Grammar, begin: str
 ) -> None:
-    """The texts are random, but in half of the steps the next token is the drafter's guess."""
+    """The texts are random, but with probability 0.5 the next token is the drafter's guess."""
     compiled = grammars.compiler.compile(grammar)
     checked = 0
     for seed in range(4):
@@ -455,7 +461,7 @@ async def test_one_tenants_grammars_that_compile_for_long_delay_no_others(
 async def test_what_is_mostly_wrong_is_not_offered_until_it_is_right_again(
     grammars: Grammars, tree_tokens: int
 ) -> None:
-    """The model first writes the forced word in one-byte tokens, later as the tokenizer would.
+    """The model first writes the forced word in one-byte tokens, and later in one token.
 
     At first, the family takes the last word of a forced text to be right in 70 % of all cases.
     """

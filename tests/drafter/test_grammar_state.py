@@ -27,7 +27,10 @@ def test_behind_a_forbidden_output_nothing_is_masked_any_more() -> None:
 
 
 def test_a_grammar_whose_masks_take_long_masks_nothing_any_more() -> None:
-    """Each mask takes 30 ms, of which 5 ms are free. The rest of all masks may add up to 100 ms."""
+    """Each mask takes 30 ms, of which 5 ms are free.
+
+    The time of all masks beyond the free time may add up to 100 ms.
+    """
     ticks = iter([0.03 * i for i in range(100)])
     state = GrammarState(Ladder(), 1, lambda: next(ticks))
     masked = [allowed(state, []) is not None for _ in range(8)]

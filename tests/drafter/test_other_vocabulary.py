@@ -47,7 +47,7 @@ TEXTS = [
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
-    """Return the folder of the named draft model."""
+    """Write the draft models; return a function that maps a model's name to its folder."""
     root = tmp_path_factory.mktemp("models")
     for name, order in ORDERS.items():
         save_model(root / name, order)
@@ -56,7 +56,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
 
 @pytest.fixture(scope="module")
 def make_other(folder: Folder, thread: ThreadPoolExecutor) -> Make:
-    """Makes a rig of the draft model with the vocabulary of this name."""
+    """Return a function that makes a rig of the draft model with the vocabulary of a name."""
     runners: dict[str, tuple[ModelRunner, Vocabulary]] = {}
     ends = (0, 3)
     grammars = GrammarCompiler(str(MODEL), 4096, ends, trusted=True)
@@ -81,7 +81,10 @@ def make_other(folder: Folder, thread: ThreadPoolExecutor) -> Make:
 
 @pytest.fixture(scope="module")
 def make_for(folder: Folder, runner: ModelRunner, thread: ThreadPoolExecutor) -> Make:
-    """Makes a rig of the bundled draft model for a target with the vocabulary of this name."""
+    """Return a function that makes a rig of the bundled draft model.
+
+    The rig is for a target with the vocabulary of the given name.
+    """
 
     def make(name: str) -> Rig:
         of_target = folder(name)
@@ -94,7 +97,7 @@ def make_for(folder: Folder, runner: ModelRunner, thread: ThreadPoolExecutor) ->
 
 @pytest.fixture(scope="module")
 def make_bundled(runner: ModelRunner, thread: ThreadPoolExecutor) -> Make:
-    """Makes a rig of the bundled draft model, with grammars."""
+    """Return a function that makes a rig of the bundled draft model with grammars."""
     grammars = GrammarCompiler(str(MODEL), 4096, (0, 3), trusted=True)
 
     def make(*, branch_count: int = 0) -> Rig:
@@ -117,7 +120,7 @@ KINDS = {
 async def test_a_permuted_vocabulary_changes_no_guess(
     make_bundled: Make, make_other: Make, kind: str, branch_count: int
 ) -> None:
-    """Commits end where the tokenizer divides the text, so both draft models read one text."""
+    """Commits end where the tokenizer divides the text, so both draft models read the same text."""
     sampling, distribution = KINDS[kind]
     rigs = (
         make_bundled(branch_count=branch_count),
@@ -167,10 +170,10 @@ def paths(batch: DraftBatch) -> list[tuple[int, list[int], list[int]]]:
 async def test_guesses_are_the_likeliest_that_both_vocabularies_have(
     make_other: Make, make_for: Make, folder: Folder, lacking: str
 ) -> None:
-    """Checked after right guesses, wrong guesses and tokens that are parts of characters.
+    """Guesses are checked after right and wrong guesses, and after characters of several tokens.
 
     The draft model encodes parts of characters anew. If the target lacks the draft model's
-    likeliest token, the draft goes on with the guess.
+    likeliest token, the draft goes on from the guess, not from that token.
     """
     draft, other = folder("smaller"), str(MODEL)
     if lacking == "target":
@@ -304,7 +307,7 @@ async def test_a_text_with_ids_that_the_targets_tokenizer_lacks_is_not_drafted(
 async def test_a_text_without_a_token_of_the_draft_model_is_not_drafted_yet(
     runner: ModelRunner, thread: ThreadPoolExecutor, tmp_path: Path
 ) -> None:
-    """An example is a text with only <s>, of a target like Llama."""
+    """Here the text is only <s>, from a target like Llama."""
     save_llama_like(tmp_path / "llama", [LONG])
     target = str(tmp_path / "llama")
     vocabulary = load_vocabulary(str(MODEL), runner.vocab_size, runner.eos_token_ids, target)

@@ -28,7 +28,7 @@ def own() -> PreTrainedModel:
 
 @pytest.fixture
 def forwards(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Make the draft model a PARD model; return a list of each forward's number of slices."""
+    """Make the draft model a PARD model; return a list that gets each forward's slice count."""
     counts: list[int] = []
     forward = runner.forward
 
@@ -124,7 +124,10 @@ def test_a_round_after_one_without_any_guess_guesses_as_usual(
     monkeypatch: pytest.MonkeyPatch,
     parallel: bool,
 ) -> None:
-    """A forward may overflow, and a step may add no token of the draft model to the text."""
+    """A round has no guess if its forward overflows.
+
+    The next step may add no token of the draft model to the text.
+    """
     monkeypatch.setattr(runner, "parallel_token_id", UNKNOWN if parallel else None)
     monkeypatch.setattr(runner, "decoder", None)
     forward = runner.forward

@@ -1,4 +1,4 @@
-"""A refusal reaches every client of a stream, even a client that is just writing."""
+"""A refusal reaches every kind of client of a stream, even a client that is writing."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ async def read(call: Any) -> None:
 
 
 async def gateway() -> OutriderError:
-    """Send a gateway's requests on one stream until the first fails; return its error."""
+    """Send a gateway's requests on one stream until the first request fails; return its error."""
     async with refusing(Refusing()) as stub:
         stream = VerifierStream(stub, lambda error: error, lambda: None, lambda: 1)
 

@@ -32,7 +32,7 @@ STATES = FeatureRequest((1, 2), False, FeatureDtype.BFLOAT16, projection="old")
 
 
 def version(name: str, states: FeatureRequest | None = None, spoken: str = "words") -> Loaded:
-    """Return a family whose weights have this version."""
+    """Return loaded weights of this version."""
 
     def make(info: ModelInfo) -> Family:
         family = Counting()
@@ -80,7 +80,7 @@ class Files:
 async def following(
     weights: ServedWeights, rejoin: Callable[[], Awaitable[None]]
 ) -> AsyncIterator[None]:
-    """Load, and replace the weights whenever they are asked for during the block."""
+    """Load the weights. During the block, load and use new weights whenever they are asked for."""
     await weights.load()
     task = asyncio.create_task(weights.follow(rejoin))
     try:

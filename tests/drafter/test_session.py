@@ -39,7 +39,7 @@ def verdict(sequence_id: int, length: int, *new: int) -> Verdict:
 
 
 class Counting(Family):
-    """Guesses one more than the token before; nothing for the sequences in `ends`."""
+    """Guesses that each token is the token before plus 1; nothing for sequences in `ends`."""
 
     name = "counting"
 

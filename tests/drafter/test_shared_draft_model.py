@@ -81,7 +81,7 @@ def model(watched: Watched, thread: ThreadPoolExecutor) -> DraftModel:
 
 
 def rig_of(model: DraftModel, vocab_size: int | None = None) -> Rig:
-    """Return the session of one verifier."""
+    """Return a rig with the session of one verifier."""
     return Rig(ModelFamily(model, vocab_size or model.runner.vocab_size, branch_count=0))
 
 
@@ -116,7 +116,7 @@ async def joined(
 ) -> Drafting:
     """Begin the second work while the forward of the first is held back; wait for the second.
 
-    Returns the first work, which may go on.
+    Returns the task of the first work, which may not have ended yet.
     """
     task = await held_back(watched, first)
     watched.forwards.clear()

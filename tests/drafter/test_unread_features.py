@@ -24,7 +24,7 @@ STEPS = 40
 
 
 class Reading(Counting):
-    """Drafts when `let` is set, and keeps the positions of the features that it got."""
+    """Drafts only once `let` is set, and keeps the positions of the features that it got."""
 
     feature_request = FeatureRequest((1,))
 
@@ -44,7 +44,7 @@ class Reading(Counting):
 
 
 class Flood:
-    """A transport whose steps have all arrived at the start."""
+    """A transport in which all steps wait to be read from the start."""
 
     address = "a test"
 

@@ -29,7 +29,7 @@ Save = Callable[[str], Path]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Save:
-    """Writes the named tokenizer, and returns its folder."""
+    """Write the tokenizers; return a function that maps a tokenizer's name to its folder."""
     root = tmp_path_factory.mktemp("tokenizers")
     orders = {
         "permuted": order_of(1),
@@ -76,7 +76,7 @@ def test_the_text_is_encoded_as_a_whole_however_it_is_committed(
     while count < len(tokens):
         count = min(len(tokens), count + source.randint(1, 6))
         text.follow(tokens[:count])
-    # A target like Llama 2 has written a blank before the text.
+    # The tokenizer of a target like Llama 2 puts a blank before the text.
     whole = (" " if target == "llama" else "") + TEXT
     assert text.ids == load_tokenizer(str(folder(own))).encode(whole).ids
 

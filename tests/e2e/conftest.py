@@ -1,4 +1,4 @@
-"""A real stack for all end-to-end tests: a verifier and three drafters, each a process."""
+"""A real stack that many end-to-end tests share: a verifier and three drafters as processes."""
 
 from collections.abc import Iterator
 

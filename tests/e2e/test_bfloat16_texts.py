@@ -1,4 +1,4 @@
-"""In bfloat16 a request has the same text with every drafter, each a process, on a CPU.
+"""On a CPU in bfloat16, a request has the same text with every drafter. Drafters are processes.
 
 `python -m pytest -m slow -s tests/e2e/test_bfloat16_texts.py` prints a row for each drafter.
 OUTRIDER_TEST_CHATS sets the number of chats. tests/losslessness/test_same_request.py tests
@@ -47,7 +47,7 @@ class Target:
     stack: Stack = field(init=False)
 
     def start(self) -> Stack:
-        """Start the verifier, and a drafter of every family."""
+        """Start the verifier and its drafters."""
         self.stack = stack = Stack("--max-sequences", "8", target=self.model, dtype="bfloat16")
         stack.add_drafter("ngram", "ngram")
         stack.add_drafter("model", "model", "--model", self.draft, "--target", self.model)
@@ -104,7 +104,10 @@ def target(request: pytest.FixtureRequest) -> Iterator[Target]:
 async def test_a_text_is_the_same_with_every_drafter(
     target: Target, grammar: Grammar | None, request: pytest.FixtureRequest
 ) -> None:
-    """A text is first written alone with no cached prompt, then in batches with each drafter."""
+    """Each text is first written alone without drafts, then in batches with each drafter.
+
+    The first answers without a grammar find no prompt in the prefix cache.
+    """
     requests = target.requests(grammar)
     names = [name for name in target.stack.drafters if grammar or name != "grammar"]
     ways = {name: SpeculationOptions(drafter_id=name, always_draft=True) for name in names}

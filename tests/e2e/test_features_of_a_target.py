@@ -40,7 +40,7 @@ async def features(drafter: RawDrafter) -> dict[int, np.ndarray]:
 def error(found: dict[int, np.ndarray], text: list[int]) -> float:
     """Return how far a text's features are from transformers' states, in standard deviations.
 
-    There must be features of the prompt and of most of the other tokens, without a gap.
+    There must be features of the prompt and of at least one later token, without a gap.
     """
     assert len(found) > len(PROMPT)
     assert sorted(found) == list(range(len(found)))
@@ -66,7 +66,7 @@ async def test_features_are_the_targets_hidden_states(stack: Stack) -> None:
         )
         chunks, found = await asyncio.gather(client.generate(request), features(drafter))
     text = [*PROMPT, *(token for chunk in chunks for token in chunk.token_ids)]
-    # The verifier computes in the checkpoint's bfloat16.
+    # The verifier and transformers both compute in float32, but round differently.
     assert error(found, text) < 0.05
 
 

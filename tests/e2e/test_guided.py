@@ -47,7 +47,8 @@ def guided(
 
 async def check(stack: Stack, values: list[Any], options: SpeculationOptions) -> int:
     """Check that every answer is complete and valid; return the number of accepted draft tokens."""
-    # On a busy machine, more than two grammars at once would be refused after 5 s in the queue.
+    # If a busy machine compiled more than two grammars at once, some would be refused after 5 s in
+    # the queue.
     places = asyncio.Semaphore(2)
 
     async def one(client: Client, i: int, value: Any) -> int:
@@ -63,7 +64,7 @@ async def check(stack: Stack, values: list[Any], options: SpeculationOptions) ->
         return sum(await asyncio.gather(*(one(client, i, value) for i, value in enumerate(values))))
 
 
-# With all drafters a sequence has drafts of each kind.
+# Here each sequence has drafts of every drafter at once.
 async def test_a_dozen_schemas_give_valid_json_with_all_drafters(stack: Stack) -> None:
     assert await check(stack, schemas(12, seed=3), DRAFTERS["all"]) > 0
 
@@ -74,7 +75,7 @@ async def test_a_dozen_schemas_give_valid_json_with_all_drafters(stack: Stack) -
 async def test_the_grammars_drafter_leaves_the_text_as_it_is_and_saves_forwards(
     stack: Stack, kind: str, temperature: float
 ) -> None:
-    """The texts have a seed: JSON by a schema, the call of a tool, and JSON after a thought."""
+    """Three kinds of texts, with seeds: JSON by a schema, calls of tools, JSON after a thought."""
     of_prompts = "schema" if kind == "thought" else kind
     found = GRAMMARS[of_prompts]
     grammar = Grammar(GrammarKind.JSON_SCHEMA, json.dumps(found.get("json")))

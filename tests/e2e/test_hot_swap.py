@@ -22,7 +22,7 @@ from tests.waiting import until
 
 WAIT_S = 240.0
 STRETCH = 1000
-"""The number of tokens that are verified with each version."""
+"""The least number of tokens that are verified with each version of the weights."""
 GREEDY = SamplingParams(temperature=0.0)
 SEEDED = SamplingParams(temperature=0.8, seed=11)
 ALWAYS = SpeculationOptions(always_draft=True)
@@ -64,7 +64,7 @@ def other_shape(folder: str, into: Path) -> Path:
 
 
 class Swapped:
-    """A verifier, and a drafter whose weights are where a link points to."""
+    """A verifier, and a drafter that loads the weights to which a link points."""
 
     def __init__(self, family: str, weights: str, folder: Path) -> None:
         self.link = folder / "current"
@@ -75,7 +75,7 @@ class Swapped:
         self.drafter = self.start("d1")
 
     def start(self, name: str) -> Process:
-        """Start a drafter with the weights of the link."""
+        """Start a drafter with the weights to which the link points."""
         flags = ["--model", str(self.link)]
         if self._family == "head":
             flags = ["--head", str(self.link), "--target", TARGET, "--dtype", "float32"]
@@ -90,7 +90,7 @@ class Swapped:
         self.drafter.popen.send_signal(signal.SIGHUP)
 
     async def refused(self, weights: Path, serving: str) -> None:
-        """Ask for weights that cannot be used; wait until the log says that `serving` are kept."""
+        """Ask for unusable weights; wait until the log says that the weights `serving` stay."""
         sentence = f"the new weights were not loaded, and {serving} draft on: "
         before = self.drafter.output().count(sentence)
         self.swap(weights)
@@ -110,7 +110,7 @@ class Swapped:
         return found
 
     async def drafted(self, least: int, known: set[tuple[str, str]]) -> tuple[str, str]:
-        """Wait until new weights had `least` tokens verified; return their drafter and version."""
+        """Wait until `least` tokens of new weights are verified; return drafter and version."""
         new: list[tuple[str, str]] = []
 
         async def are_there() -> bool:
@@ -129,7 +129,7 @@ class Swapped:
 
 
 class Load:
-    """Requests without a pause, whose texts are compared with plain decoding's."""
+    """Requests without a pause, whose texts are compared with those of plain decoding."""
 
     def __init__(self, client: Client, texts: list[list[int]]) -> None:
         self._client = client

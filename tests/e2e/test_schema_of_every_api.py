@@ -1,4 +1,4 @@
-"""A schema makes no process open a file or an address, in any API."""
+"""No schema makes a process open a file or an address, in any API."""
 
 from __future__ import annotations
 
@@ -35,7 +35,10 @@ def gateway(stack: Stack) -> Iterator[GatewayProcess]:
 
 
 def schemas(uri: str) -> list[dict[str, Any]]:
-    """Return schemas with a reference that validators may follow, but a grammar's backend not."""
+    """Return schemas with a reference that a validator may follow.
+
+    A grammar's backend must not follow it.
+    """
     to = {"$ref": uri}
     properties = {"properties": {"a": to}, "required": ["a"]}
     draft_3 = "http://json-schema.org/draft-03/schema#"
@@ -50,7 +53,7 @@ def schemas(uri: str) -> list[dict[str, Any]]:
 
 
 def requests(schema: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield a request with the schema for each HTTP API."""
+    """Yield path and body of an HTTP request for each place that can hold a schema."""
     function = {"name": "f", "parameters": schema}
     chat = {"messages": ASK, "max_tokens": 4}
     tools = [{"type": "function", "function": function}]

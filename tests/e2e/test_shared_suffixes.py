@@ -78,7 +78,7 @@ async def asked(
 
 
 async def count(metrics: str, name: str) -> float:
-    """Return a counter of a drafter, by its name and labels."""
+    """Return the sum of those counters of a drafter whose lines contain `name`."""
     async with httpx.AsyncClient() as client:
         text = (await client.get(metrics)).text
     values = [line.split()[-1] for line in text.splitlines() if name in line and line[0] != "#"]
@@ -150,7 +150,7 @@ async def test_texts_poisoned_by_a_replica_with_the_secret_change_no_text(site: 
     keys = pool.tenant("")
     false = {}
     for text in plain.texts:
-        # Each even token is true, and each odd token is false.
+        # The tokens at even places are right, and the tokens at odd places are wrong.
         mixed = [(token + i % 2) % info.vocab_size for i, token in enumerate(text)]
         false[keys.digest(mixed)] = array("I", mixed).tobytes()
     poisoner = pool.connect()

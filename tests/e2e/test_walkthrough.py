@@ -59,7 +59,7 @@ def run_commands(commands: str, tmp_path: Path, timeout_s: float, **variables: s
         try:
             code = shell.wait(timeout_s)
         finally:
-            # A page may leave its servers running, in the shell's session.
+            # The commands may leave servers running in the shell's session.
             with suppress(ProcessLookupError):
                 os.killpg(shell.pid, signal.SIGTERM)
     printed = (tmp_path / "log").read_text()
@@ -71,7 +71,7 @@ def run_commands(commands: str, tmp_path: Path, timeout_s: float, **variables: s
 @pytest.mark.skipif(shutil.which("apt-get") is None, reason="the page installs Debian packages")
 def test_the_first_drafter_walkthrough_ends_with_accepted_tokens(tmp_path: Path) -> None:
     printed = run_commands(with_ports(script()), tmp_path, 180)
-    # The servers may log on the same line.
+    # The servers may log on the line of the answer.
     answer, _ = json.JSONDecoder().raw_decode(printed[printed.index('{"id":"cmpl') :])
     details = answer["usage"]["completion_tokens_details"]
     assert details["accepted_prediction_tokens"] > 20
@@ -79,7 +79,7 @@ def test_the_first_drafter_walkthrough_ends_with_accepted_tokens(tmp_path: Path)
 
 @pytest.mark.slow
 def test_the_placement_walkthrough_ends_with_a_table_of_places(tmp_path: Path) -> None:
-    """Most of the time goes into measuring a profile; a small target shortens it."""
+    """Most of the time goes into measuring a profile; with a small target this takes less time."""
     page = (ROOT / "docs/placement.md").read_text()
     _, _, section = page.partition("## Choose a place\n")
     section, _, _ = section.partition("\n## ")

@@ -1,6 +1,6 @@
 """Folders of runs for tests of the report. The simulator makes their figures.
 
-Bytes on links and CPU time are made from the simulation's own counters.
+Bytes on links and CPU times are made up from the simulation's own figures.
 """
 
 from __future__ import annotations
@@ -85,7 +85,10 @@ def make_run(
     repetitions: int,
     sources: tuple[str, ...],
 ) -> Folder:
-    """Simulate each cell with noise, and a seed for each repetition; predictions have no noise."""
+    """Simulate each cell in each decoding mode.
+
+    Each repetition has noise and a seed of its own. Predictions have no noise.
+    """
     experiment = Experiment.model_validate({**settings, "repetitions": repetitions})
     folder = Folder(path)
     folder.begin(

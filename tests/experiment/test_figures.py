@@ -48,7 +48,7 @@ APART = {
 
 def test_acceptance_is_told_by_position_family_and_kind() -> None:
     one = Sample(100, 2.0, counters=COUNTERS | APART)
-    # Two requests for code: three drafts of four tokens; 0, 2, and 2 of them were accepted.
+    # Two requests for code: three drafts of four tokens each, of which 0, 2 and 2 were accepted.
     one.count_drafts("code", 4, [1])
     one.count_drafts("code", 8, [0, 0, 2])
     one.count_drafts("chat", 4, [1, 0, 0])

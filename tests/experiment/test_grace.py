@@ -51,12 +51,12 @@ MODELS = {
     "model-1.5b": (1.54e9, 28 * 2 * 128),
     "model-3b": (3.21e9, 28 * 8 * 128),
 }
-"""Parameters of the table's draft models, and how many numbers a token's keys have."""
+"""For each draft model of the table: its parameters, and how many numbers a token's keys have."""
 GRACE_CPU = (0.74 * 410e9, 0.8 * 72 * 3.1e9 * 32)
 GPU = (0.8 * 8e12, 0.8 * 2500e12)
 """The bytes and operations per second that the hardware attains."""
 INT8 = 1.4
-"""A draft model's time in bfloat16 divided by its time in int8, without its context."""
+"""A draft model's time in bfloat16 divided by its time in int8, both without a context."""
 
 
 BESIDE_H200 = {

@@ -220,7 +220,7 @@ PLACES = load(Path(__file__).parents[2] / "bench/experiments/places.yaml")
     ("speeds", "spread", "marked"),
     [
         ([1.1, 1.4, 1.5, 1.0], 1.03, ["other-host"]),
-        # The fastest place has 1.5, and 1.46 is within the spread of 1.5.
+        # The fastest place has 1.5, and 1.5 / 1.46 is less than the spread.
         ([1.1, 1.46, 1.5, 1.0], 1.05, ["other-cores", "other-host"]),
         # No gain is larger than the spread.
         ([1.0, 1.1, 1.15, 0.9], 1.2, []),

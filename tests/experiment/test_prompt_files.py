@@ -122,7 +122,7 @@ def test_categories_are_asked_in_turn_and_their_last_prompt_is_kept(tmp_path: Pa
     kept = {tuple(request.prompt) for request in warm_up_of(workload, encoder)}
     assert len(kept) == 2
     assert not kept & {tuple(request.prompt) for request in requests}
-    # A category with the name of one of Outrider's kinds has no grammar.
+    # A category that has the name of one of Outrider's kinds does not get that kind's grammar.
     assert all(request.grammar is None for request in requests)
     only = workload.model_copy(update={"kinds": ["schema"]})
     assert {request.kind for request in requests_of(only, encoder)} == {"schema"}

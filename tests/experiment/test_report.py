@@ -30,7 +30,7 @@ class WithoutMatplotlib:
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Map an experiment's name to a run of its kind with the report."""
+    """Map an experiment's name to the folder of the report of a simulated run."""
     found = {}
     for settings, sources, repetitions in (
         (simulated_runs.ROUND_TRIP, ("measured", "predicted"), 1),

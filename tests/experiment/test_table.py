@@ -71,7 +71,8 @@ def test_speeds_are_relative_to_plain_in_the_same_turns_and_losses_are_marked() 
     assert "| ngram | 0.50 (0.50–0.50) ▼ · 1.20 | – | – |" in lines
     assert "- Left out: mtp: models/smollm2/mtp is not a model." in lines
     with_code = markdown([*rows, _row("code", "ngram", 2.0, forwards=30)], ABOUT)
-    # The ratio of all tokens over all seconds: 8 s with plain decoding, 10 s with n-grams.
+    # The ratio of the speeds over all turns: as many tokens took 8 s with plain decoding and 10 s
+    # with n-grams.
     assert "| 2.00 · 2.00 | 0.80 (0.50–2.00) · 1.38 |" in with_code
 
 

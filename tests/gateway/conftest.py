@@ -15,8 +15,8 @@ from tests.gateway.mortal_verifiers import Site, running_site
 from tests.gateway.scripted_verifier import Script, ready
 from tests.waiting import until
 
-# The template of a model that thinks, and calls tools in Hermes' format. It leaves out a content
-# with the word "hidden".
+# The template of a model that thinks, and calls tools in Hermes' format. It leaves out the content
+# of a message if the word "hidden" is in it.
 _THINKERS_TEMPLATE = (
     "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}<|{{ m.role }}|>"
     "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
@@ -37,7 +37,7 @@ def prompts() -> Prompts:
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def shared_rig(prompts: Prompts) -> AsyncIterator[Rig]:
     with pytest.MonkeyPatch.context() as patch:
-        # With the default, tests would wait up to a second until the gateway sees a change.
+        # With the default pause, tests would wait up to a second until the gateway sees a change.
         patch.setattr(routing, "_POLL_READY_S", 0.05)
         async with own_rig(prompts) as rig:
             yield rig

@@ -100,7 +100,7 @@ async def running_rig(
     """Run a gateway with its clients during the block."""
     async with contextlib.AsyncExitStack() as stack:
         with pytest.MonkeyPatch.context() as patch:
-            # With its own templates, each gateway would start one more process, for half a second.
+            # With its own templates, each gateway would start a process, which takes half a second.
             patch.setattr(server, "Prompts", lambda *_: prompts)
             gateway = await stack.enter_async_context(running(chosen, GatewayMetrics()))
         http = httpx.AsyncClient(base_url=gateway.http_url, timeout=60)

@@ -28,7 +28,7 @@ THINKING = """{% for m in messages %}<|user|>{{ m['role'] }}: {% if m.reasoning_
 
 
 async def ask(rig: Rig, given: Any = "hi", **body: Any) -> Json:
-    """Return a whole answer, which has OpenAI's form."""
+    """Return a whole answer, after a check that it has OpenAI's form."""
     answer = await rig.http.post("/v1/responses", json={"input": given, **body})
     assert answer.status_code == 200, answer.text
     types.Response.model_validate(answer.json())
@@ -40,7 +40,7 @@ async def ask(rig: Rig, given: Any = "hi", **body: Any) -> Json:
 def events_of(answer: httpx.Response) -> list[Json]:
     """Return the events of a stream, and check their form.
 
-    Each event must have OpenAI's form and its type as its name; numbers count from 0.
+    Each event must have OpenAI's form, and its type as its name. The events are numbered from 0.
     """
     events = []
     for text in answer.text.split("\n\n")[:-1]:

@@ -40,7 +40,7 @@ def picked(router: Router, prompt: Sequence[int], tenant: str = "") -> str:
 
 
 def busy(router: Router, *counts: int) -> None:
-    """Give each replica its number of sequences, in the order of the replicas."""
+    """Give each replica as many sequences as its number in `counts` says."""
     for replica, count in zip(router.replicas, counts, strict=True):
         replica.sequences = set(range(count))
 
@@ -98,7 +98,7 @@ async def test_a_replica_that_takes_no_requests_is_not_followed(router: Router) 
 
 @pytest.mark.parametrize("ended_share", [0.0, 0.5])
 async def test_a_hot_prefix_overloads_no_replica(router: Router, ended_share: float) -> None:
-    """All requests share one system prompt; in every second request, its own chat follows."""
+    """All requests share one system prompt. Every second request continues it in its own way."""
     for number in range(240):
         prompt = [*text(8), *text(2, number=number)] if number % 2 else text(8)
         pick = router.pick(None, prefixes("", prompt))

@@ -24,7 +24,7 @@ from tests.hostile_messages import fuzzing
 
 EOS = 0
 VOCAB = 4096
-# One format of each style, and two more because their layouts differ.
+# One format of each style, and two more formats because their layouts differ.
 STYLES = (
     *("qwen_3", "qwen_3_coder", "mimo", "glm_4_7", "minimax", "gemma_4"),
     *("deepseek_v3_2", "deepseek_v4_1"),
@@ -148,7 +148,7 @@ class Writer:
         return None
 
     def _snippet(self, matcher: TextMatcher, position: int) -> bytes | None:
-        """Write a text from the listed pieces, if the grammar allows such a text."""
+        """Return one of the listed texts that the grammar allows, or None."""
         choices = self._ends if self._rng.random() < position / 40 else self._more
         for text in self._rng.sample(choices, min(6, len(choices))):
             if text and self._rng.random() < 0.7 and matcher.accept_bytes(text.encode()):

@@ -1,4 +1,4 @@
-"""In every API, a grammar binds only the text after a thought, and the gateway separates both."""
+"""In every API, a grammar binds only the text after a thought; the gateway separates the two."""
 
 from __future__ import annotations
 

@@ -180,7 +180,7 @@ def test_a_chat_template_of_another_type_is_an_error_at_the_start(
 
 
 def test_the_bundled_template_gets_objects(prompts: Prompts) -> None:
-    """The model was trained with objects; `transformers` renders the same text."""
+    """The model was trained with arguments as objects. `transformers` renders the same text."""
     messages = [Message.model_validate(message).for_template() for message in TALK]
     calls = [{**CALL, "function": {"name": "look_up", "arguments": json.loads(ARGUMENTS)}}] * 2
     given = [TALK[0], {**TALK[1], "content": "", "tool_calls": calls}, TALK[2]]

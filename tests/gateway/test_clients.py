@@ -77,7 +77,7 @@ async def test_guidellm_reads_the_usage_of_each_chunk(rig: Rig, path: str) -> No
 
 
 def drafted(accepted: int, drafted_count: int) -> TokenChunk:
-    """Return the chunk of a step that accepted some of its draft tokens."""
+    """Return the chunk of a step that accepted `accepted` of its `drafted_count` draft tokens."""
     own = TokenSource.BONUS if accepted == drafted_count else TokenSource.RECOVERED
     sources = [TokenSource.ACCEPTED] * accepted + [own]
     return TokenChunk([5] * (accepted + 1), sources, "ngram-1", draft_token_count=drafted_count)

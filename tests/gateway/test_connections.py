@@ -137,7 +137,7 @@ async def test_an_idle_connection_is_closed_after_its_answer(gateway: Gateway) -
         received = await connection.to_the_end()
     assert received.startswith(b"HTTP/1.1 200")
     assert b"connection: close" not in received
-    # The time is rounded down to seconds, so that no client writes to a closed connection.
+    # The header's time is rounded down to seconds, so that no client writes to a closed connection.
     assert b"\r\nkeep-alive: timeout=1\r\n" in received
 
 
@@ -207,7 +207,7 @@ async def test_a_malformed_request_gets_an_error_in_openais_shape(
 
 
 async def test_a_slow_answer_does_not_time_out(gateway: Gateway) -> None:
-    """The page's events last longer than a request may take to arrive."""
+    """The page's events go on for longer than a request may take to arrive."""
     async with Connection(gateway) as connection:
         await connection.send(b"GET /events HTTP/1.1\r\nHost: localhost\r\n\r\n")
         async with asyncio.timeout(PATIENCE_S):

@@ -44,7 +44,7 @@ async def post(rig: Rig, path: str, **body: Any) -> Json:
 
 
 async def after_chat(rig: Rig) -> str:
-    """Return the prompt of a chat that continues after the chat's answer."""
+    """Send a chat, continue its answer in a second chat, and return the second chat's prompt."""
     tools = [{"type": "function", "function": FUNCTION}]
     answer = await post(rig, "chat/completions", messages=[ASK], tools=tools)
     message = answer["choices"][0]["message"]
@@ -58,7 +58,7 @@ async def after_chat(rig: Rig) -> str:
 
 
 async def after_response(rig: Rig, kind: str) -> str:
-    """Return the prompt after an answer of Responses.
+    """Return the prompt of a request that continues an answer of Responses.
 
     The answer is sent back as items, as items without their status, or as its id.
     """
@@ -80,7 +80,7 @@ async def after_response(rig: Rig, kind: str) -> str:
 
 
 async def after_message(rig: Rig) -> str:
-    """Return the prompt of a conversation that continues after an answer of Messages."""
+    """Return the prompt of a request that continues an answer of Messages."""
     tools = [{"name": "weather", "input_schema": SCHEMA}]
     asked: Json = {"tools": tools, "max_tokens": 500}
     answer = await post(rig, "messages", messages=[ASK], **asked)
@@ -96,7 +96,7 @@ async def after_message(rig: Rig) -> str:
 
 
 async def after_rpc(rig: Rig) -> str:
-    """Send a chat over gRPC, continue its answer in a second chat, and return its prompt."""
+    """Do what `after_chat` does, over gRPC."""
     tool = generation_pb2.Tool(name="weather", parameters=json.dumps(SCHEMA))
     chat = generation_pb2.Chat(tools=[tool])
     chat.messages.add(**ASK)

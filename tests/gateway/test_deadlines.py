@@ -24,7 +24,7 @@ SHORT_S = 1.0
 
 @pytest.fixture
 def slow(rig: Rig) -> Rig:
-    """Return a verifier that writes for 6 s."""
+    """Return the rig, whose verifier writes for 6 s."""
     rig.says("one two three " * 40, pause_s=0.05)
     return rig
 

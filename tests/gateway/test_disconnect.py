@@ -40,7 +40,7 @@ async def freed(rig: Rig, count: int) -> None:
 
 
 def unread_and_placed(rig: Rig) -> tuple[float, int]:
-    """Return how many answers the metric counts as unread, and how many admission counts."""
+    """Return how many unread answers the metric shows, and how many sequences admission counts."""
     labels = {"model_name": "models/target"}
     unread = rig.gateway.metrics.registry.get_sample_value("outrider:num_requests_unread", labels)
     counts = rig.gateway.generation.admission.counts["models/target"]
@@ -130,7 +130,7 @@ async def test_an_unread_answer_stops_at_the_verifier_alone_and_goes_on_when_it_
     other = await rig.client.completions.create(model="models/target", prompt="x")
     assert other.choices[0].text == "It goes on."
     assert rig.script.running == 1
-    # With the small buffer, the rest of the answer would take half a minute.
+    # With the small buffer, reading the rest of the answer would take half a minute.
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**20)
     with connection, connection.makefile("rb") as lines:
         reading = asyncio.ensure_future(
@@ -168,7 +168,7 @@ async def test_a_call_over_grpc_that_is_never_read_keeps_no_place(
 ) -> None:
     """The call has no deadline.
 
-    Another request gets the only place, before and after the time-out.
+    Another request gets the only place after the time-out, while the call is still unread.
     """
     monkeypatch.setattr(generate, "_UNREAD_S", 0.5)
     await long_answers_in_one_place(rig)

@@ -98,7 +98,8 @@ def number_limits(parameter: Any) -> list[tuple[Any, Any]]:
     kinds = parameter.get("anyOf", [parameter])
     whole = any(kind.get("type") == "integer" for kind in kinds)
     step = 1 if whole else 0.001
-    # Maps a kind of limit to the steps from it to the last value within and the first value beyond.
+    # Maps a kind of limit to two steps from the limit: to the last value within, and to the first
+    # value beyond.
     steps = {
         "minimum": (0, -step),
         "maximum": (0, step),

@@ -1,4 +1,7 @@
-"""Each request makes one span, and the verifier gets its context; without tracing it gets none."""
+"""A request makes a span, with a child span for each sequence. Verifiers get the child's context.
+
+Without tracing, verifiers get no context.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,10 @@ def of_requests(spans: InMemorySpanExporter) -> list[ReadableSpan]:
 
 
 def check_links(rig: Rig, spans: InMemorySpanExporter) -> None:
-    """Check that the verifier got a client span per sequence, a child of the request's span."""
+    """Check that the verifier got the context of a client span for each sequence.
+
+    Each client span must be a child of the request's span.
+    """
     [root] = of_requests(spans)
     clients = [span for span in spans.get_finished_spans() if span.kind is SpanKind.CLIENT]
     assert sorted(rig.script.traceparents) == sorted(

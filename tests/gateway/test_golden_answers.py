@@ -59,7 +59,7 @@ class Names:
 
 
 def play(rig: Rig, case: Json, chunk: int | None = None) -> None:
-    """Let the model write the case's text, `chunk` tokens at a time; None leaves it to the case."""
+    """Let the model write the case's text in chunks of `chunk` tokens, or of the case's size."""
     ended = FinishReason[case.get("ends", "stop").upper()]
     size = chunk or case.get("chunk", 3)
     rig.says(case["says"], size, ended, cached=case.get("cached", 0))

@@ -1,7 +1,7 @@
 """Random and broken messages at the gateway, over gRPC and from browsers.
 
-Each call ends with a clear status, and a request beside it gets its text. A verifier has the RPCs
-for health and reflection too, so `tests/verifier/test_hostile_calls.py` tests them.
+Each call ends with a clear status, and a request beside it gets its text. A verifier also has the
+RPCs for health and reflection, so `tests/verifier/test_hostile_calls.py` tests these RPCs.
 """
 
 from __future__ import annotations

@@ -110,7 +110,7 @@ async def test_a_response_too_large_to_be_sent_thrice_is_read_whole(
 
 
 async def listed(rig: Rig, response_id: str, **query: Any) -> list[Json]:
-    """Return all items that OpenAI's client finds, page by page. Each has OpenAI's form."""
+    """Return all items that OpenAI's client finds, page by page; check their form."""
     pages = rig.client.responses.input_items.list(response_id, **query)
     found = [item.to_dict() async for item in pages]
     for item in found:

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 
 async def gauges(http: httpx.AsyncClient) -> dict[str, float]:
-    """Return the gauges with vLLM's names, of the only model."""
+    """Return those gauges of the only model that have vLLM's names."""
     families = text_string_to_metric_families((await http.get("/metrics")).text)
     samples = [each for family in families if family.type == "gauge" for each in family.samples]
     found = [each for each in samples if each.name.startswith("vllm:")]

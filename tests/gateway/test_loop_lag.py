@@ -5,7 +5,8 @@ a loaded machine the loop may also be late because the process does not run. Hen
 
 - also allows the time for which the gateway's threads waited for a processor, which Linux counts;
 - allows the lag of a second gateway, the control, which gets no requests;
-- tries each attack several times, since an attack that blocks the loop does so every time.
+- tries each attack several times, and one good try is enough: an attack that blocks the loop does
+  so every time.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ async def test_a_half_open_connection_is_replaced_as_soon_as_a_poll_fails(site: 
     replicas = site.gateway.router.replicas
     channel = replicas[0]._channel
     site.link.vanish()
-    # gRPC itself would close the connection after 12 s.
+    # gRPC itself would close the connection only after 12 s.
     await until(lambda: replicas[0]._channel is not channel)
     await until(lambda: replicas[0].problem is None)
     assert (await site.ask()).status_code == 200

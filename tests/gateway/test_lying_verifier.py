@@ -43,7 +43,7 @@ DOMAIN = "outrider.dev"
 
 
 class Liar:
-    """A verifier that answers a request with arbitrary bytes, and then ends its sequence."""
+    """A verifier that answers a request with arbitrary bytes, and then ends the request."""
 
     def __init__(self, prompts: Prompts) -> None:
         self.info = ready(prompts.fingerprint, model_id="lies")

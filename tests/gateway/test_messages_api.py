@@ -59,7 +59,7 @@ def client_of(rig: Rig, **given: Any) -> anthropic.AsyncAnthropic:
 
 
 async def whole_of(rig: Rig, **given: Any) -> dict[str, Any]:
-    """Return the answer to a message. The answer is valid by Anthropic's type."""
+    """Return the answer to a message, after a check with Anthropic's type."""
     body = {"messages": ASK, "max_tokens": 500} | given
     response = await rig.http.post(URL, json=body)
     assert response.status_code == 200, response.text
@@ -254,7 +254,7 @@ def said_by(role: str, *content: Any) -> dict[str, Any]:
     return {"messages": [*ASK, {"role": role, "content": list(content)}]}
 
 
-# The body without its messages, and the beginning of the error's message.
+# Changes to a good body, and the beginning of the error's message.
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": None}, "max_tokens: "),
     ({"max_tokens": 0}, "max_tokens: "),

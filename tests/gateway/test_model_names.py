@@ -32,7 +32,7 @@ COUNTS: dict[str, dict[str, Any]] = {
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def named(rig: Rig) -> AsyncIterator[Rig]:
-    """Yield a verifier whose model has three names."""
+    """Yield a gateway whose verifier's model has three names."""
     rig.script.info = replace(rig.script.info, aliases=FURTHER)
     await until(lambda: rig.gateway.router.replicas[0].info == rig.script.info)
     rig.says("yes")

@@ -1,7 +1,7 @@
 """Valid and invalid requests that schemathesis makes from /openapi.json.
 
-Each answer has a documented status; each error has its API's form and, in OpenAI's, names the
-field; and the gateway answers a good request afterwards.
+Each answer has a documented status. Each error has the form of its API, and an error in OpenAI's
+form names the field. The gateway answers a good request afterwards.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.slow]
 DOCUMENT: Any = create_app(settings(), *unused()).openapi()
 SCHEMA = schemathesis.openapi.from_dict(DOCUMENT)
 MODES = (schemathesis.GenerationMode.POSITIVE, schemathesis.GenerationMode.NEGATIVE)
-# An operation without parameters and body is left out: it has only one request.
+# Operations without parameters and body are left out: there is only one request for each.
 OPERATIONS = [
     (method.upper(), path)
     for path, methods in DOCUMENT["paths"].items()
@@ -68,7 +68,10 @@ async def send(rig: Rig, case: schemathesis.Case[Any]) -> httpx.Response:
 
 
 def check_error(answer: httpx.Response, path: str) -> None:
-    """Check that the body is an error in the path's form. In OpenAI's form, it names the field."""
+    """Check that the body is an error in the form of the path's API.
+
+    In OpenAI's form, an error of one field must name the field.
+    """
     error = answer.json()["error"]
     if path.startswith("/v1/messages"):
         # Only a request with a thread gets details (`gateway/api_errors.py`).

@@ -1,4 +1,4 @@
-"""The gateway refuses excess requests at once, from verifiers' reports and its own requests."""
+"""The gateway refuses excess requests at once: it knows verifiers' loads and its own requests."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ async def test_a_full_queue_lets_a_smaller_tenant_through() -> None:
 
 
 async def test_a_full_queue_of_tenants_with_one_request_takes_no_further_tenant() -> None:
-    """Without API keys, a caller can be a new tenant in each request by a new bearer token."""
+    """Without API keys, a caller with a new bearer token in each request is always a new tenant."""
     counts = {str(number): 1 for number in range(64 + 1024)}
     assert refusal(BUSY, counts, "new") is not None
     # Another gateway may have a larger tenant, so the verifier decides.
@@ -98,7 +98,7 @@ async def test_a_flood_does_not_make_another_tenant_late() -> None:
 
 
 async def test_a_large_tenant_waits_longer_beside_small_ones() -> None:
-    """Small tenants' requests, present and future, overtake the large tenant's requests."""
+    """Present and future requests of small tenants overtake the large tenant's requests."""
     alone = refusal(BUSY, {"a": 128}, timeout=ClientTimeout(1.0))
     beside = refusal(BUSY, {"a": 128, "b": 4, "c": 12}, timeout=ClientTimeout(1.0))
     assert alone is not None

@@ -1,4 +1,4 @@
-"""The page's data: sources of tokens in answers, and events with the processes and sums."""
+"""The page's data: sources of tokens in answers; events with processes and sums of requests."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ async def test_streams_of_equal_rights_share_an_encoded_state(
     monkeypatch.setattr(page, "_SHARED_S", 1000.0)
     found = await asyncio.gather(*[events(rig, 4) for _ in range(8)])
     assert [len(each) for each in found] == [4] * 8
-    # The first state of each stream is made anew; later states are shared.
+    # Each stream's first state is made for that stream. The streams share later states.
     assert len(made) == 8
 
 

@@ -33,7 +33,7 @@ PAUSE_S = 0.3
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def impatient(prompts: Prompts) -> AsyncIterator[Rig]:
-    """Yield a gateway that sends pings early; its verifier pauses before each token."""
+    """Yield a gateway that sends pings early. `pauses` makes its verifier pause."""
     async with own_rig(prompts, ping_seconds=0.1) as rig:
         yield rig
 

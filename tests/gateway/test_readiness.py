@@ -1,4 +1,4 @@
-"""The gateway is ready only with a ready verifier that has its tokenizer; else it says why."""
+"""The gateway is ready only with a ready verifier of the same tokenizer; else it says why."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ async def state(rig: Rig) -> tuple[int, dict[str, Any]]:
 
 
 async def gauges(rig: Rig) -> tuple[float, float, float]:
-    """Return the alerts' figures: whether the gateway is ready or degraded, and lost drafters."""
+    """Return the alerts' figures: ready (0 or 1), degraded (0 or 1), number of lost drafters."""
     text = (await rig.http.get("/metrics")).text
     names = ("outrider:ready", "outrider:degraded", "outrider:drafters_lost")
     lines = [line.split() for line in text.splitlines() if line.startswith(names)]

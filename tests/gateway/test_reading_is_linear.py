@@ -56,7 +56,7 @@ def _seconds(name: str, count: int) -> float:
 
 @pytest.mark.parametrize("name", CASES)
 def test_twice_the_pieces_take_about_twice_the_time(name: str) -> None:
-    # With a quadratic part, four times the pieces took over ten times the time.
+    # When reading had a quadratic part, four times the pieces took over ten times the time.
     assert seconds(name, COUNT) < 8 * seconds(name, COUNT // 4)
 
 

@@ -135,7 +135,7 @@ async def test_every_form_of_a_grammar_reaches_the_verifier(
 
 
 FORM = {"type": "json_schema", "name": "x", "schema": SCHEMA}
-# For each API: a request with a grammar, the verifier's name of the grammar, and the caller's.
+# An API, a request with a grammar, the verifier's name of the grammar, and the caller's field.
 REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
     (
         "chat/completions",

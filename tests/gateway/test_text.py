@@ -31,7 +31,7 @@ def chunks(ids: list[int], cuts: list[int]) -> list[list[int]]:
 
 
 def content(parts: Sequence[Part]) -> str:
-    """Return the text of parts that are all content."""
+    """Return the text of those parts that are content."""
     return "".join(part.text for part in parts if isinstance(part, Content))
 
 
@@ -287,7 +287,7 @@ def test_the_first_min_tokens_complete_no_stop_string(
 def test_what_might_begin_a_stop_string_comes_before_the_call_that_follows(
     prompts: Prompts, table: TokenTable, chunk: int
 ) -> None:
-    """No stop string reaches across a call, so held-back text is content and comes before it."""
+    """No stop string reaches across a call, so the text held back is content before the call."""
     form = FORMATS["hermes"]
     call = '<tool_call>\n{"name": "weather", "arguments": {"days": 3}}\n</tool_call>'
     ids = prompts.tokenizer.encode(f"Wait STO{call}P now", add_special_tokens=False).ids

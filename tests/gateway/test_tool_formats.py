@@ -359,7 +359,7 @@ def test_a_call_within_a_thought_ends_the_thought(libraries: Libraries, form: To
             assert not matcher.accept(EOS)
 
 
-# Formats with sections are left out: the mark of a section begins one even within a thought.
+# Formats with sections are left out: their mark begins a section even within a thought.
 SPOKEN = [form for form in THINKING if not form.sections]
 
 

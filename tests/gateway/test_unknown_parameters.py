@@ -1,4 +1,4 @@
-"""Parameters without effect are ignored; a setting decides if unknown parameters are refused."""
+"""Parameters without effect are ignored; a setting decides whether unknown ones are refused."""
 
 from __future__ import annotations
 

@@ -99,8 +99,8 @@ async def running_fleet(
 ) -> AsyncIterator[Fleet]:
     """Run `count` verifiers, the first of them behind the name, and a gateway.
 
-    The gateway also gets the addresses of the verifiers numbered `plain_addresses`. At first, the
-    resolver answers with `error`.
+    The gateway also gets the addresses of the verifiers numbered `plain_addresses`. If `error` is
+    given, the resolver raises it at first.
     """
     fleet = Fleet(prompts, [Verifier(prompts) for _ in range(count)], error=error)
     async with contextlib.AsyncExitStack() as stack:
@@ -219,7 +219,7 @@ async def test_a_name_without_a_port_is_refused() -> None:
 
 
 async def test_scaling_and_rolling_updates_lose_and_alter_nothing(prompts: Prompts) -> None:
-    """Verifiers keep joining, and draining while their address vanishes.
+    """Verifiers keep joining and draining. The address of a draining verifier vanishes at once.
 
     The resolver sometimes fails. At least one verifier is always ready.
     """

@@ -24,7 +24,7 @@ HANGS = OutriderError(Reason.NOT_READY, "the verifier's step has taken 61 s")
 
 
 async def change_second(site: Site, **changes: Any) -> None:
-    """Let the second verifier serve another model under the same name."""
+    """Let the second verifier report a changed model, and wait until the gateway knows it."""
     changed = replace(site.second.script.info, **changes)
     site.second.script.info = changed
     await until(lambda: site.gateway.router.replicas[1].info == changed)
@@ -87,7 +87,7 @@ async def test_sequences_leave_a_verifier_whose_engine_hangs(site: Site) -> None
 
 
 def fills_up(site: Site, refusals: int) -> None:
-    """Let both verifiers start answers, and refuse to continue them `refusals` times."""
+    """Let both verifiers begin answers; together they refuse `refusals` times to continue one."""
     continued: list[TokenRequest] = []
 
     def steps(request: TokenRequest) -> list[Step]:

@@ -92,7 +92,7 @@ async def keyed(prompts: Prompts, tmp_path_factory: pytest.TempPathFactory) -> A
 
 
 def listed(routes: Any) -> set[str]:
-    """Return the routes, keyed by method and path. HEAD is answered as GET is."""
+    """Return each route as its method and path. HEAD is answered as GET is, and is left out."""
     found = set()
     for route in routes:
         included = getattr(route, "original_router", None)

@@ -1,7 +1,7 @@
-"""Writes a tokenizer with 128 thousand tokens, as large models have; a seed makes the tokens up.
+"""Writes a tokenizer with 128 thousand tokens, as large models have. A seed decides the tokens.
 
 Byte-level BPE: all bytes, numbers, white space, punctuation, words of syllables with and without a
-space in front, characters of two and three bytes, and merges of random tokens for the rest.
+space in front, and characters of two and three bytes. The other tokens are random merges.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Schemas of the public JSON-Schema-Test-Suite and of everyday use are enforced or refused by name.
+"""Schemas of the public JSON-Schema-Test-Suite and of everyday use are enforced or clearly refused.
+
+The error of a clear refusal names the request's field.
 
 tests/install-tools.sh takes the suite from jsonschema's source package. The tests play a fixed
 sample. `python -m tests.grammar.test_schema_suite` plays everything and prints a table. With two

@@ -73,7 +73,7 @@ def test_a_copy_goes_its_own_way(matcher: Begin) -> None:
 def test_within_a_character_the_rest_of_it_may_follow(matcher: Begin) -> None:
     found = matcher('{"ok": true, "städte": "K')
     assert found.accept_bytes("ö".encode()[:1])
-    # A library need not know the rest of a character.
+    # Within a character, a library may know less than all bytes that must follow.
     assert 'öln"'.encode()[1:].startswith(found.jump_forward())
     assert found.accept_bytes('öln"'.encode()[1:])
 

@@ -47,7 +47,7 @@ SIZES: Config = {
     "max_position_embeddings": 32,
     "model_type": "llama",
 }
-# A generator of its own: threads that load models draw from the global one.
+# These weights have a generator of their own, since threads that load models draw from torch's.
 _RANDOM = torch.Generator()
 _NEW_ROPE: Config = {"rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}}
 TOP_LEVEL = {key: value for key, value in SIZES.items() if key != "rope_theta"} | _NEW_ROPE
@@ -332,7 +332,7 @@ def dspark_speculators() -> Files:
 
 
 def mtp_mimo() -> Files:
-    """Return a target's files; the head ignores their other weights."""
+    """Return the files of a target with an MTP layer; a real target has further weights too."""
     _RANDOM.manual_seed(5)
     inside = {
         "token_layernorm.weight": 1 + _randn(HIDDEN) / 4,

@@ -18,11 +18,12 @@ def scores_of(
     *,
     piece: int | None = None,
 ) -> tuple[torch.Tensor, HeadProposal]:
-    """Return scores [length, step, token] after each of `lengths` tokens, and the proposal.
+    """Return scores [length, step, token], and the proposal.
 
-    One batch computes all lengths.
+    The scores at a length n of `lengths` are those after the first n tokens of the text. One batch
+    computes all lengths.
 
-    With `piece`, the features of a text come that many rows at a time.
+    With `piece`, the features of a text come in pieces of `piece` rows.
     """
     sequences = [model.open(text[:n]) for n in lengths]
     for first in range(0, max(lengths), piece or max(lengths)):

@@ -1,6 +1,6 @@
 """The heads that `by_speculators/make_heads.py` builds: kind, layers and settings of the config.
 
-This module loads nothing, so that tests can name the cases without the package.
+This module loads nothing, so that tests can name the cases without the package speculators.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ def features_of(model: HeadModel, states: list[torch.Tensor]) -> torch.Tensor:
 def drafts(
     model: HeadModel, text: list[int], start: int, features: torch.Tensor
 ) -> Iterator[list[int]]:
-    """Yield the `COUNT` guesses after each token of the text, from `start` tokens on."""
+    """Yield `COUNT` guesses after the first n tokens of the text, for each n from `start` on."""
     for length in range(start, len(text) - COUNT):
         sequence = model.open(text[:length])
         model.extend([Extension(sequence, [], features[: length - 1], 0)])
@@ -78,9 +78,9 @@ def drafts(
 def test_a_bundled_head_guesses_much_of_a_greedy_text(
     of: str, folder: str, mean: float, whole: float
 ) -> None:
-    """The mean of right tokens in a draft is over `mean`.
+    """The mean number of right guesses before a draft's first error is over `mean`.
 
-    More than the share `whole` of the drafts have no error.
+    The share of drafts without an error is over `whole`.
     """
     text, start, states = greedy_text(of)
     path = target(of)[0]

@@ -53,7 +53,7 @@ def make(**more: Any) -> tuple[Glm4MoeForCausalLM, MtpModel]:
 
 
 def write(folder: Path, target: Glm4MoeForCausalLM, mtp: MtpModel) -> Path:
-    """Save both like GLM's files: the MTP layer is one more layer, each expert is separate."""
+    """Save both like GLM's files: the MTP layer is one more layer, and each expert is separate."""
     target.save_pretrained(folder)
     named = {
         "post_norm.weight": "shared_head.norm.weight",
@@ -77,7 +77,7 @@ def write(folder: Path, target: Glm4MoeForCausalLM, mtp: MtpModel) -> Path:
 
 
 def expected(mtp: MtpModel, features: torch.Tensor, length: int) -> torch.Tensor:
-    """Return the scores by the MTP module, without a cache."""
+    """Return the scores that the MTP module computes without a cache."""
     states, scores = features[None, : length - 1], []
     for step in range(STEPS):
         rows = length - 1 + step

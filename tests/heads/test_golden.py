@@ -82,7 +82,7 @@ def test_scores_are_those_of_independent_code(name: str, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("name", ["redrafter", "redrafter-sum"])
 def test_a_tree_holds_the_beam_of_apples_search(name: str, tmp_path: Path) -> None:
-    """A tree has the chain's path, and beside it as many paths as the beam has."""
+    """A tree has the chain, and beside the chain as many paths as the beam has in all."""
     golden = Golden(name, tmp_path)
     assert golden.beams is not None
     assert golden.beam_scores is not None

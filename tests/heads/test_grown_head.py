@@ -1,4 +1,4 @@
-"""A head for a small target, grown with that target, makes the same guesses."""
+"""A head that is grown together with its small target makes the same guesses as before."""
 
 from __future__ import annotations
 

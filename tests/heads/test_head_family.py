@@ -74,7 +74,7 @@ class Site:
         return [self._random.randrange(VOCAB) for _ in range(length)]
 
     def rows(self, text: list[int]) -> torch.Tensor:
-        """Return features of all tokens but the last; each depends on all tokens before it."""
+        """Return features of all tokens but the last; each depends on the text up to its token."""
         rows = self._by_token[text[:-1]]
         return rows.cumsum(0) / torch.arange(1, len(text))[:, None].sqrt()
 
@@ -82,7 +82,7 @@ class Site:
         return Features(number, first, self.rows(text)[first:end].numpy().tobytes())
 
     def guesses(self, text: list[int], first: int = 0) -> list[int]:
-        """Return the guesses of the head alone after a text, with the features from `first` on."""
+        """Return what the head alone guesses after a text, given the features from `first` on."""
         model = self.fresh()
         sequence = model.open(text[:1])
         model.extend([Extension(sequence, text[1:], self.rows(text)[first:], first)])
@@ -122,7 +122,8 @@ async def test_it_offers_what_the_head_guesses_behind_each_commit(site: Site) ->
     text = site.text(30)
     site.session.apply(opening(1, text[:9]))
     assert await proposed(site.session) == {}
-    # A prompt's features come in parts while the target reads it, the rest with the first verdict.
+    # A prompt's features come in parts while the target reads the prompt. The last part comes with
+    # the first verdict.
     for first, end in ((0, 4), (4, 8)):
         site.session.apply(StepBatch(features=[site.features(1, text, first, end)]))
     length = 9
@@ -156,7 +157,7 @@ async def test_a_prompts_features_that_a_slow_head_has_not_read_are_bounded(
     for first in range(0, 48, 4):
         site.session.apply(StepBatch(features=[site.features(1, text, first, first + 4)]))
     worker = site.worker
-    # The features of the first 12 tokens exceed the bound.
+    # The features of the first 12 tokens exceed the bound, so all later parts are dropped.
     assert worker._given_bytes - worker._read_bytes == 12 * size
     free.set()
     news = site.features(1, text, 48, 59)
@@ -312,7 +313,8 @@ async def test_a_failed_read_of_one_text_costs_no_text_in_the_same_draft(
     verdicts = [verdict(1, 14, broken[13:14]), verdict(2, 14, text[13:14])]
     eagle.session.apply(StepBatch(features=news, verdicts=verdicts))
     await proposed(eagle.session)
-    # The head lost the states of text 2 so far, as after a gap, and reads the later tokens' states.
+    # The head may have lost the states of text 2 so far, as after a gap. It reads the states of the
+    # later tokens.
     later = [eagle.features(2, text, 13, 16)]
     eagle.session.apply(StepBatch(features=later, verdicts=[verdict(2, 17, text[14:17])]))
     assert (await proposed(eagle.session))[2] in (

@@ -1,6 +1,7 @@
 """A head in the verifier's process drafts the same as over gRPC; its faults harm nothing else.
 
-Heads of every kind and a target, with random weights and 40 tokens, on a real engine thread.
+The tests run heads of every kind, and a target, with random weights and a vocabulary of 40 tokens,
+on a real engine thread.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ SETTINGS = {
     "greedy": SamplingParams(0.0, banned_token_ids=BANNED),
     "seeded": SamplingParams(0.8, seed=2**63 + 5, banned_token_ids=BANNED),
 }
-# The other kinds share all code but their forwards.
+# The other kinds differ from these two only in their forwards.
 QUICK = ("eagle3", "dspark")
 KINDS = [kind if kind in QUICK else pytest.param(kind, marks=pytest.mark.slow) for kind in DIALECTS]
 
@@ -251,15 +252,16 @@ async def test_proposals_in_process_equal_those_by_stream(site: Site) -> None:
     by_stream, site.proposals = site.proposals, {}
     async with site.head(site.in_process):
         assert await site.text(ALWAYS) == text
-    # On a busy machine a draft may be late, so its base length is left out. The last digits of a
-    # confidence depend on the parts in which the head reads the prompt.
+    # On a busy machine a draft may be late, and then one of the two runs has no proposal for its
+    # base length. The last digits of a confidence depend on the parts in which the head reads the
+    # prompt.
     both = sorted(site.proposals.keys() & by_stream.keys())
     assert len(both) > 5
     for length in both:
         for local, streamed in zip(site.proposals[length], by_stream[length], strict=False):
             assert local[0] == streamed[0]
             assert local[1] == pytest.approx(streamed[1], rel=1e-4)
-    # The stream's features are bytes.
+    # Features from the stream are bytes.
     assert site.kinds == {bytes, SharedRows}
 
 
@@ -350,7 +352,7 @@ async def test_a_head_chooses_its_layers_by_the_loaded_target_unless_they_are_se
     set_by_user: str,
     read: list[int],
 ) -> None:
-    # The bundled target is so small that its layers are similar.
+    # The bundled target is so small that its layers are similar. So a small lead must suffice.
     monkeypatch.setattr(reading_choice, "_RATIO", 1.1)
     head = head_of_other_layers(tmp_path / "head")
     settings = VerifierSettings(target=TARGET, device="cpu")

@@ -71,7 +71,7 @@ class Rig:
         return [self.random.randrange(VOCAB) for _ in range(length)]
 
     def features(self, text: list[int]) -> torch.Tensor:
-        """Return features of all tokens but the last; each depends on all tokens before it."""
+        """Return features of all tokens but the last; each depends on the text up to its token."""
         rows = self._by_token[text[:-1]]
         return rows.cumsum(0) / torch.arange(1, len(text))[:, None].sqrt()
 
@@ -82,7 +82,7 @@ class Rig:
         return Extension(sequence, added, self.features(text)[first:], first)
 
     def read(self, model: HeadModel, text: list[int], tenant: str = "") -> HeadSequence:
-        """Return a sequence of the model that has read the text and its features."""
+        """Return a sequence for which the model has read the text and its features."""
         sequence = model.open(text, tenant)
         model.extend([self.extension(sequence, text)])
         return sequence
@@ -201,7 +201,7 @@ def test_after_a_gap_the_head_goes_on_with_the_text_behind_it(rig: Rig) -> None:
     expected = fresh.propose([tail], COUNT, WIDTH)
     assert_same(model.propose([sequence], COUNT, WIDTH), 0, expected)
     if model.cache is not None:
-        # The pages of a sequence with a gap are never shared: its text began in the middle.
+        # After a gap no page of the sequence is shared, since its text began in the middle.
         assert model.open(text, "tenant").wanted <= 10
 
 

@@ -1,4 +1,4 @@
-"""The loader converts every dialect of a head to one normal form, and refuses the rest."""
+"""The loader converts every dialect of a head to one normal form, and refuses all other files."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SEVERAL = [(kind, dialect) for kind, dialects in DIALECTS.items() for dialect in
 
 
 def same(one: Head, other: Head) -> bool:
-    """Return whether two heads compute the same, by the first interpretation of their files."""
+    """Return whether two heads compute the same if their files have their first interpretation."""
     specs = [replace(head.spec, other_aux_layers=()) for head in (one, other)]
     if specs[0] != specs[1] or one.tensors.keys() != other.tensors.keys():
         return False
@@ -224,7 +224,7 @@ def test_yarns_numbers_are_those_of_the_heads_own_code(
 @pytest.mark.parametrize(
     ("kind", "place", "sizes"),
     [
-        # The code that trains heads then rotates all channels, and vLLM rotates a part of them.
+        # In these two cases the code that trains heads rotates all channels, and vLLM rotates some.
         ("default", "rope", [None, 8]),
         ("default", "top", [None, 8]),
         ("yarn", "rope", [8]),
@@ -289,7 +289,7 @@ def write_index(folder: Path, name: str) -> None:
     (folder / INDEX).write_text(json.dumps({"weight_map": places}))
 
 
-# Changes to a good head's folder, and words of the sentence that refuses it.
+# Changes to a good head's folder, and words of the error for the changed folder.
 BROKEN_FOLDERS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no config": (
         lambda f: (f / "config.json").unlink(),
@@ -353,7 +353,7 @@ def larger_map(size: int) -> dict[str, torch.Tensor]:
     return {"t2d": members, "d2t": ids - torch.arange(len(ids))}
 
 
-# A good head, changes to its config and tensors, and words of the sentence that refuses it.
+# A good head, changes to its config and tensors, and words of the error for the changed head.
 BROKEN: dict[str, tuple[Callable[[], Files], Callable[[Any, Any], Any], str]] = {
     "quantised by its config": (
         head_files.eagle3_modelopt,
@@ -649,7 +649,7 @@ def spoiled(config: Any) -> Any:
 @pytest.mark.parametrize("part", range(2))
 @pytest.mark.parametrize("kind", DIALECTS)
 def test_any_value_of_a_key_is_read_or_refused(kind: str, part: int, tmp_path: Path) -> None:
-    """No value ends in another type of error, either when the head is read or when it is loaded."""
+    """No value raises another type of error, neither in reading the head nor in loading it."""
     config, tensors = list(DIALECTS[kind].values())[-part]()
     folder = write(tmp_path, (config, tensors))
     weights = TargetWeights(torch.zeros(VOCAB, 16), torch.zeros(VOCAB, 16))

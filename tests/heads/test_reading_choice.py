@@ -35,9 +35,10 @@ class Texts:
         return load(self.head, self.weights, page_count=20)
 
     def own_answers(self, spec: HeadSpec) -> list[int]:
-        """Return a text in which the head, interpreted so, makes two right guesses in each draft.
+        """Return a text for which the head, read by `spec`, has two right guesses in each draft.
 
-        There is a draft for every second token. So the third token is the next draft's first guess.
+        There is a draft for every second token. So the text has the next draft's first guess where
+        a draft has its third guess.
         """
         model = load(replace(self.head, spec=spec), self.weights, page_count=400)
         features = torch.cat([self.states[i] for i in spec.aux_layers], dim=-1)
@@ -49,7 +50,7 @@ class Texts:
         return answers
 
     def answers(self, aux_layers: tuple[int, ...]) -> list[int]:
-        """Return the target's tokens for which the head, on these layers, is always right."""
+        """Return target tokens for which a head that reads `aux_layers` is always right."""
         model = self.model()
         features = torch.cat([self.states[i] for i in aux_layers], dim=-1)
         sequence, answers = model.open(self.text[:1]), [0]
@@ -99,7 +100,7 @@ def test_layers_that_the_user_set_are_not_questioned(tmp_path: Path) -> None:
 
 
 def eagle31_by_specforge() -> head_files.Files:
-    """Return EAGLE-3.1 as SpecForge writes it, trained on recycled states before the norm."""
+    """Return EAGLE-3.1 as SpecForge writes it: trained on recycled states without the last norm."""
     config, tensors = head_files.eagle3_specforge()
     assert config["norm_output"] is True
     norms = {f"fc_norm.{i}.weight": torch.rand(16) + 0.5 for i in range(3)}

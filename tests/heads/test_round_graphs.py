@@ -1,6 +1,6 @@
 """A head's rounds on a GPU guess what its forwards guess, with one copy and one wait.
 
-On a CPU, recorded operators replace CUDA graphs, see tests/lm/recorded_graphs.py.
+On a CPU, recorded operators replace CUDA graphs (see tests/lm/recorded_graphs.py).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ WIDTH = 8
 
 @pytest.fixture(autouse=True)
 def by_operators(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Multiply with torch's operators, as on a GPU: a recording has no calls of C."""
+    """Multiply with torch's operators, as on a GPU: a recording cannot repeat calls of C code."""
 
     monkeypatch.setattr("outrider.heads.model.optimize_for_cpu", lambda *modules, int8=False: None)
 
@@ -65,7 +65,7 @@ def test_rounds_by_graphs_guess_what_forwards_guess(
     capture: Capture,  # noqa: F811
     tmp_path: Path,
 ) -> None:
-    """Batches of each size, across page borders, after rewinds, in pages used before."""
+    """The rounds have batches of several sizes, cross page borders, follow rewinds, reuse pages."""
     rig = Rig(kind, tmp_path)
     model, plain = captured(rig), rig.model(pages=60)
     texts = [rig.text(length) for length in (3, 9, 17)]
@@ -91,7 +91,8 @@ def test_the_gpus_kernel_sees_a_trees_rows_of_earlier_levels(
     rig = Rig("eagle3, a window", tmp_path)
     model, plain = captured(rig), rig.model(pages=60)
     texts = [rig.text(length) for length in (5, 11)]
-    # The graphs' pages are the same before each round; prompts are read by the plain kernel.
+    # The plain kernel reads the prompts of both models, so that their pages are equal before the
+    # round.
     monkeypatch.setattr(triton_attention, "paged_attention", paged_attention)
     reads = [[rig.read(each, text) for text in texts] for each in (model, plain)]
     assert_equal(model.propose(reads[0], 5, WIDTH), plain.propose(reads[1], 5, WIDTH))
@@ -114,7 +115,8 @@ def test_a_round_that_was_not_captured_is_guessed_by_forwards(
     model, plain = captured(rig), rig.model(pages=200)
     assert model.graphs is not None
     assert model.graphs.count == count
-    # The memory did not suffice for the graph of chains of the largest batch.
+    # No graph was captured for chains of the largest batch: the memory did not suffice for it, or
+    # no graph was captured at all.
     texts = [rig.text(3) for _ in range(17)]
     reads = [[rig.read(each, text) for text in texts] for each in (model, plain)]
     assert_equal(model.propose(reads[0], 2), plain.propose(reads[1], 2))
@@ -173,15 +175,15 @@ COPIES_AND_WAITS = {
 }
 """Copies and waits of a round of four guesses without graphs: for chains, and for trees.
 
-A level of a chain copies its layout; a level of a tree copies its layout and the places of the
-chain's rows, and waits, since the host chooses the rows that are followed.
+A level of a chain copies its layout. A level of a tree copies its layout and the places of the
+chain's rows, and waits, since the host chooses the rows from which the next level continues.
 """
 
 
 @pytest.mark.parametrize("kind", COPIES_AND_WAITS)
 def test_a_round_without_graphs_copies_once_a_forward(
     kind: str,
-    capture: Capture,  # noqa: F811  # it has a plain kernel, too
+    capture: Capture,  # noqa: F811  # it also sets the plain kernel
     tmp_path: Path,
 ) -> None:
     rig = Rig(kind, tmp_path)

@@ -1,4 +1,4 @@
-"""A head shares two matrices of its target, whatever the target's files and names are."""
+"""A head shares two matrices of its target, however the target's files and tensors are named."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def in_hub_cache(cache: Path) -> Path:
 
 
 def split(folder: Path, without: str) -> None:
-    """Divide the folder's weights into the embeddings and all else, with an index.
+    """Divide the folder's weights: one file for the embeddings, one for all else, and an index.
 
     The file `without` is left out.
     """
@@ -102,7 +102,7 @@ def test_vision_models_have_them_under_a_prefix(prefix: str, tmp_path: Path) -> 
     assert torch.equal(found.lm_head, lm_head)
 
 
-# Changes to a target's folder, and words of the sentence that refuses it.
+# Changes to a target's folder, and words of the error for the changed folder.
 BROKEN: dict[str, tuple[Any, str]] = {
     "no weights": (
         lambda f: (f / "model.safetensors").unlink(),

@@ -1,4 +1,4 @@
-"""Processes on this machine, started and stopped as an experiment does it."""
+"""Processes on this machine, which are started and stopped as in an experiment."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ async def test_a_program_that_is_not_there_says_so_in_its_last_lines() -> None:
     try:
         handle = await start(Launch("child", "", (), "/nonexistent/program"))
     except FileNotFoundError:
-        return  # without setpriv the start itself fails
+        return  # where setpriv cannot be used, the start itself fails
 
     # The last lines may be read a little after the end is noticed.
     async def has_said_so() -> bool:

@@ -79,7 +79,7 @@ async def link() -> AsyncIterator[Rig]:
     finally:
         await handle.stop()
         server.close()
-        await asyncio.sleep(0.05)  # by now the echoes have seen the ends of their connections
+        await asyncio.sleep(0.05)  # then each `_echo` has seen the end of its connection
 
 
 @pytest_asyncio.fixture(loop_scope="module")
@@ -246,7 +246,7 @@ async def test_an_end_of_stream_meets_a_connection_that_was_reset() -> None:
         accepted, _ = listener.accept()
     await loop.create_connection(lambda: _End(link, None), sock=accepted)
     [end] = link._ends
-    # Closing sends RST. When the end of the stream comes, the loop has not seen the RST yet.
+    # Closing sends RST. When `_take` gets the end of the stream, the loop has not seen the RST yet.
     client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     client.close()
     end._take(b"")

@@ -1,4 +1,4 @@
-"""The processes of a stack: watched while they get ready, ended and started again."""
+"""The processes of a stack are watched until they are ready, and can be ended and started again."""
 
 from __future__ import annotations
 

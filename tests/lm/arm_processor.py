@@ -1,4 +1,4 @@
-"""An ARM processor in software, so that tests call the ARM builds of the C kernels.
+"""An ARM processor in software, so that tests can call the ARM builds of the C kernels.
 
 setup.py builds them with a cross compiler, and QEMU's user mode runs them in a process. That
 process has memory of its own: each call sends it the memory to which the arguments point, and
@@ -206,7 +206,7 @@ class Memory:
         return bytes(self.written + self.read)
 
     def copy_back(self, written: bytes) -> None:
-        """Copy what the function has written to this process."""
+        """Copy back to this process what the function has written."""
         for address, at, size in self._back:
             ctypes.memmove(address, written[at : at + size], size)
 
@@ -334,7 +334,10 @@ class _Function:
         more: int,
         limit: int,
     ) -> Arguments:
-        """Send what a forward of the batch and of `more` tokens with ids below `limit` needs."""
+        """Send what the batch needs in a forward, and in forwards of `more` further tokens a slice.
+
+        The further tokens have ids below `limit`.
+        """
         width, page_size = self._width, _layers(decoder)[0].cache.page_size
         ids = (ctypes.c_int64 * batch.token_count).from_address(step.token_ids)
         held = memory.put(bytes(decoder))
@@ -401,7 +404,7 @@ def _table_end(batch: Batch, page_size: int, more: int) -> int:
 
 
 def _page_count(batch: Batch, page_size: int, more: int) -> int:
-    """Return how many pages of the cache a batch can reach, from the first on."""
+    """Return how many pages, from the cache's first page on, include all that a batch can reach."""
     pages = _numbers(batch.pages, _table_end(batch, page_size, more))
     slots = _numbers(batch.slot_mapping, batch.token_count)
     return max([*pages, *(slot // page_size for slot in slots)], default=-1) + 1

@@ -19,7 +19,7 @@ struct request {
   double number;
 };
 
-// The integer and the float arguments have registers of their own, so this type also calls
+// Integer arguments and float arguments are passed in separate registers, so this type also calls
 // functions with fewer arguments.
 typedef int64_t function(int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t,
                          float);
@@ -52,7 +52,8 @@ int main(int count, char **arguments) {
     char *memory = aligned_alloc(64, (size + 64) / 64 * 64);
     must(memory != NULL, "no memory");
     must(fread(memory, 1, sent, stdin) == sent, "the request ended early");
-    // Both kinds of floats are NaN: a result shows whether the function read what nobody wrote.
+    // Bytes of 0xff are NaN as float and as bfloat16. So a result shows whether the function read
+    // memory that nobody wrote.
     memset(memory + sent, 0xff, size - sent);
     for (int64_t i = 0; i < request.relocations; i++) {
       int64_t pair[2];  // where a pointer lies, and where it points to

@@ -1,4 +1,4 @@
-"""Checks with tiny models of every causal type of `transformers` whether the runner is right.
+"""Checks whether the runner is right for every causal type of `transformers`, with tiny models.
 
 Run as a script, it writes the last section of docs/models.md.
 """
@@ -107,7 +107,7 @@ def _tiny_config(kind: Any, overrides: Mapping[str, Any]) -> Any:
     fields = {field.name for field in dataclasses.fields(kind)}
     values: dict[str, Any] = {name: size for name, size in _SIZES.items() if name in fields}
     if "kv_lora_rank" in fields and "num_key_value_heads" in fields:
-        # Every head has separate keys, made from the small rank.
+        # Every head has keys of its own, which the model makes from the numbers of the small rank.
         values["num_key_value_heads"] = values["num_attention_heads"]
     for name, part in kind.sub_configs.items():
         is_text = not name.startswith(("vision", "audio"))
@@ -119,7 +119,7 @@ def _tiny_config(kind: Any, overrides: Mapping[str, Any]) -> Any:
 def build(name: str) -> Any:
     """Return a random float32 model of a type, scaled so that wrong attention changes its logits.
 
-    Raises an error of any type if the sizes above do not make a model.
+    Raises an error of any type if no model of the type can have the sizes above.
     """
     config = _tiny_config(CONFIG_MAPPING[name], _OVERRIDES.get(name, {}))
     with torch.device("meta"):
@@ -144,7 +144,10 @@ _TOLERANCE = 1e-3
 
 @torch.inference_mode()
 def judge(name: str) -> Verdict:
-    """Build a type and serve it; compare 100 tokens' logits with `transformers`, without cache."""
+    """Build a model of a type and serve it.
+
+    Compare the logits of 100 tokens with the logits that `transformers` gives without a cache.
+    """
     try:
         model = build(name)
     except Exception as cause:  # noqa: BLE001

@@ -2,8 +2,8 @@
 
     python -m tests.lm.compile_kernels FOLDER
 
-writes `kernels.csv`, the resources of each kernel, and `programs.csv`, how many programs of the
-attention kernel run for plain steps, drafts and a prompt's chunk.
+writes `kernels.csv` with the resources of each kernel, and `programs.csv` with the number of
+programs of the attention kernel that run for plain steps, drafts, trees and a prompt's chunk.
 """
 
 from __future__ import annotations
@@ -301,7 +301,10 @@ def kernel_rows() -> Iterator[dict[str, object]]:
 
 
 def program_rows() -> Iterator[dict[str, object]]:
-    """Yield, for a layer of Llama-3.1-8B on an H100, how many programs start and have work."""
+    """Yield how many programs start, and how many of them have work.
+
+    The programs are those of a layer of Llama-3.1-8B on an H100.
+    """
     steps = {"plain": [1], "drafts of 4": [5], "trees of 64": [65]}
     for step, lengths in steps.items():
         for batch in (1, 8, 64):

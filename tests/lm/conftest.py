@@ -7,7 +7,7 @@ import pytest
 
 @pytest.fixture
 def capture(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Return a `recorded_graphs.Capture` in place of CUDA graphs, with a plain attention kernel."""
+    """Put a `recorded_graphs.Capture` in place of CUDA graphs, and set a plain attention kernel."""
     from outrider.lm import attention
     from outrider.lm.gpu import graphs, triton_attention
     from tests.lm.recorded_graphs import Capture

@@ -1,7 +1,8 @@
 """Records operators, in place of a CUDA graph, on a CPU.
 
-Like a graph, it repeats the operators on the same memory with the numbers of the recording. So a
-test fails if a forward reads anything of the new batch outside the memory of its inputs.
+Like a graph, it repeats the operators on the same memory, with the scalars that they got in the
+recording. So a test fails if a forward reads anything of the new batch outside the memory of its
+inputs.
 """
 
 from __future__ import annotations
@@ -115,7 +116,7 @@ def triton_kernel(
     *,
     max_seq_len: int,
 ) -> torch.Tensor:
-    """Return the real kernel as one operator, which computes when a recording repeats it.
+    """Call the real kernel as one operator, which computes only when a recording repeats it.
 
     The batch's tensors belong to the recording. A replay fills their memory with the new batch.
     """

@@ -71,10 +71,10 @@ def _seen(
     tree_start: int,
     ancestors: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return which keys the rows [Q] of a slice see without a window, and where these keys are.
+    """Return which keys the rows [Q] of a slice would see without a window, and their positions.
 
     Both are [Q, `count`]. A tree's rows may be from an earlier batch. A row's bitmask has a bit for
-    each row of the tree that the row sees, and these rows follow one another in position.
+    each row of the tree that the row sees. The rows that it sees have consecutive positions.
     """
     at = torch.arange(count).repeat(len(slots), 1)
     seen = torch.arange(count) <= slots[:, None].cpu()

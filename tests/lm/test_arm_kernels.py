@@ -44,7 +44,8 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(missing() is not None, reason=missing() or ""),
 ]
-# Heads of two vectors, several blocks of columns, and a vocabulary that is no whole block.
+# Heads of two vectors, several blocks of columns, and a vocabulary that fills no whole number of
+# blocks.
 SIZES = test_cpu_decoder.SIZES | {
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -116,8 +117,8 @@ def test_linux_names_the_processors_that_run_each_build(build: str) -> None:
 def layers(dtype: torch.dtype, rows: int) -> list[tuple[torch.nn.Linear, torch.Tensor]]:
     """Return layers with whole and partial blocks of columns, and inputs with `rows` rows.
 
-    The terms of the first layer's sums cancel each other. So its outputs are the rounding of its
-    sums, and any other order of the terms shows.
+    The terms of the first layer's sums cancel each other. So its outputs are only the rounding
+    errors of its sums, and any other order of the terms would show.
     """
     torch.manual_seed(0)
     found = []
@@ -149,13 +150,13 @@ def test_a_rows_product_has_the_same_bits_beside_any_others(name: str, numbers: 
         tiled = TiledLinear(layer.weight, layer.bias, int8=numbers == "int8")
         single = torch.cat([tiled(row[None]) for row in x])
         for rows in range(2, 34):
-            # Each row has another place in its pair and its tile.
+            # In the second product each row has another place in its pair and its tile.
             assert torch.equal(tiled(x[:rows]), single[:rows]), f"{rows} rows"
             assert torch.equal(tiled(x[1 : rows + 1]), single[1 : rows + 1]), f"{rows} rows"
 
 
 def test_int8_weights_multiply_like_their_values_but_for_the_rows_rounding(name: str) -> None:
-    """A row's element is off by half a step of its group: 1/254 of the group's largest element."""
+    """A row's element is off by at most half a step: 1/254 of its group's largest element."""
     for layer, x in layers(torch.bfloat16, 9):
         tiled = TiledLinear(layer.weight, layer.bias, int8=True)
         weight = tiled.weight.double()
@@ -184,7 +185,7 @@ def test_int8_products_have_the_same_bits_with_all_of_arms_instructions(
 def test_plain_neon_multiplies_bfloat16_to_the_bits_of_the_portable_build(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Products of two bfloat16 are exact in float, so it does not matter that ARM fuses sums."""
+    """Products of two bfloat16 are exact in float, so ARM's fused sums of products do no harm."""
     outputs = []
     for use, build in ((use_build, "_cpu"), (use_arm_build, "_cpu")):
         use(build, monkeypatch)
@@ -231,7 +232,7 @@ def test_attention_to_a_tree_gives_each_row_the_bits_of_its_chain(
 
 @cache
 def runner_of(name: str, numbers: torch.dtype, config: str = "biases") -> ModelRunner:
-    """Return a runner of a tiny model with an ARM build, or with this machine's `portable`.
+    """Return a runner of a tiny model with an ARM build, or this machine's portable build.
 
     torch.int8 stands for a bfloat16 model with weights in int8.
     """
@@ -243,7 +244,8 @@ def runner_of(name: str, numbers: torch.dtype, config: str = "biases") -> ModelR
         int8 = numbers is torch.int8
         dtype = torch.bfloat16 if int8 else numbers
         runner = cpu_runner(CONFIGS[config], dtype, int8=int8)
-    # In a trial its logits were as near to exact numbers as those of the model's own forward.
+    # The decoder is there only if, in a trial, its logits were about as near to exact numbers as
+    # those of the model's own forward.
     assert runner.decoder is not None
     return runner
 

@@ -34,7 +34,7 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 3,
     "max_position_embeddings": 512,
 }
-# The C decoder leaves sliding windows and other activations to the model's own forward.
+# The C decoder leaves sliding windows, and activations other than SiLU, to the model's own forward.
 CONFIGS = {
     "C decoder": LlamaConfig(**SIZES),
     "own forward": MistralConfig(**SIZES, sliding_window=50),
@@ -122,7 +122,7 @@ def test_a_row_has_the_same_bits_however_its_text_is_cut(
 def test_a_row_has_the_same_bits_beside_any_number_of_rows(
     runner: ModelRunner, others: int
 ) -> None:
-    """The other rows are steps, a draft, and a prompt with more rows than any draft."""
+    """The other rows are steps, or drafts, or steps and a prompt with more rows than any draft."""
     expected = one_by_one(runner)[-4:]
     mine = SequenceSlice(ids(TEXT, 1)[-4:], TEXT - 4, PAGES, 4)
     steps = [SequenceSlice([5], 0, [20 + i], 1) for i in range(others)]

@@ -62,7 +62,7 @@ def write(folder: Path, tensors: Tensors, **config: Any) -> None:
 
 
 def refusal(folder: Path) -> str:
-    """Return the sentence that refuses the folder; "" if the model is served."""
+    """Return the error that refuses the folder, in one line; "" if the model is served."""
     try:
         read_checkpoint(str(folder), "float32", trust_remote_code=False)
     except OutriderError as error:

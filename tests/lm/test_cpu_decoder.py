@@ -209,7 +209,8 @@ def test_pages_need_not_be_whole_tiles(name: str, dtype: torch.dtype, a_build: s
     assert torch.equal(of_one_tile, of_two_tiles)
     uses_tiles = a_build == "_cpu_amx" and dtype is torch.bfloat16
     for other in others:
-        # AMX sums pages of whole tiles in tiles, and other pages by vectors, with other bits.
+        # With AMX, pages of whole tiles are summed in tiles. Other pages are summed by vectors,
+        # which gives other bits.
         assert not (uses_tiles and torch.equal(of_one_tile, other))
         relative = {torch.bfloat16: 0.1, torch.float32: 1e-5}[dtype]
         tolerance = relative * float(of_one_tile.std())
@@ -258,7 +259,7 @@ def test_a_model_without_support_runs_its_own_forward(config: PreTrainedConfig) 
 
 
 def deep_runner() -> ModelRunner:
-    """Return a runner of a model with 40 layers, which round more than the bundled six."""
+    """Return a runner of a model with 40 layers, which round more than the bundled target's six."""
     return cpu_runner(LlamaConfig(**SIZES | {"num_hidden_layers": 40}), torch.bfloat16)
 
 

@@ -1,4 +1,4 @@
-"""Trees on a CPU: all builds, and gathering, compute each row as its path would be computed."""
+"""Trees on a CPU: each build, and gathering, computes a row as it computes a chain of its path."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ DTYPES = [torch.float32, torch.bfloat16]
 SEEDS = st.integers(0, 2**32)
 # Emulated tiles are slow.
 FEW = settings(max_examples=10)
-# Tolerances as shares of the logits' root mean square: chains and trees add in different orders,
-# and in bfloat16 each layer rounds the difference.
+# Tolerances as shares of the logits' root mean square: chains and trees may add in different
+# orders, and in bfloat16 each layer rounds the difference.
 ROUNDING = {torch.float32: 3e-5, torch.bfloat16: 0.15}
 _SIZES: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
@@ -94,7 +94,10 @@ def own_forward(name: str, dtype: torch.dtype) -> ModelRunner:
 def c_decoder(
     build_name: str, dtype: torch.dtype, page_size: int, *, has_large_group: bool = False
 ) -> ModelRunner:
-    """Return a decoder. A large group has more query heads for one key/value head than a tile."""
+    """Return a decoder.
+
+    A large group has more query heads for one key/value head than a tile has rows.
+    """
     sizes: dict[str, Any] = {"hidden_size": 128}
     if has_large_group:
         heads = {"num_attention_heads": 20, "num_key_value_heads": 1, "head_dim": 64}

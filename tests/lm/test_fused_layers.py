@@ -155,7 +155,7 @@ class Launches(TorchDispatchMode):
 
         def counted(executor: Any, *arguments: Any, **options: Any) -> Any:
             self.count += 1
-            # Only the interpreter makes these copies, not a GPU.
+            # The interpreter makes copies that a GPU does not make. They are not counted.
             with torch.utils._python_dispatch._disable_current_modes():
                 return launch(executor, *arguments, **options)
 
@@ -243,7 +243,7 @@ def no_kernel(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 def inexact(gate_up: torch.Tensor) -> torch.Tensor:
-    """Round more than the type does, but less than the comparison at start can tell."""
+    """Err more than the type rounds, but less than `_compare` notices: `_compare_rounding` does."""
     out = reference_layers.silu_product(gate_up)
     return out + out * 0.02 * torch.randn_like(out)
 

@@ -103,7 +103,8 @@ def test_a_file_is_unpacked_once_by_processes_that_start_together(
         return run(command, **more)
 
     monkeypatch.setattr(subprocess, "run", counted)
-    # Each thread has its file descriptor, so the lock separates threads as it does processes.
+    # Each thread has a file descriptor of its own, so the lock separates threads as well as
+    # processes.
     with ThreadPoolExecutor(4) as pool:
         found = set(pool.map(gguf.unpacked.__wrapped__, [str(path)] * 4))
     assert len(started) == len(found) == 1
@@ -112,7 +113,7 @@ def test_a_file_is_unpacked_once_by_processes_that_start_together(
 def test_a_file_that_changes_while_it_is_unpacked_is_refused(
     file: Path, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else the weights of the new file would stay under the hash of the old one."""
+    """Otherwise the cache would keep the new content's weights under the old content's hash."""
     path = tmp_path / "changing.gguf"
     content = file.read_bytes()
     path.write_bytes(content + b"old")

@@ -1,6 +1,6 @@
 """With CUDA graphs, a batch padded to its bucket gives the same logits as without padding.
 
-On a CPU, recorded operators replace the graph, see recorded_graphs.py.
+On a CPU, recorded operators replace the graph (see recorded_graphs.py).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def text(seed: int, length: int) -> list[int]:
 
 
 def expected(model: Any, texts: list[list[int]], counts: list[int]) -> torch.Tensor:
-    """Return the logits of each text's last tokens."""
+    """Return the logits of the last n tokens of each text, with n from `counts`."""
     with torch.inference_mode():
         logits = [model(torch.tensor([ids])).logits[0] for ids in texts]
     return torch.cat([rows[len(rows) - n :] for rows, n in zip(logits, counts, strict=True)])
@@ -181,7 +181,7 @@ def test_a_model_that_cannot_be_captured_runs_without_graphs(
 
 
 def poison(runner: ModelRunner, slices: list[SequenceSlice]) -> None:
-    """Fill each page that belongs to no slice with NaN, also the page for padding."""
+    """Fill each page that belongs to no slice with NaN, including the page for padding."""
     owned = {page for part in slices for page in part.pages}
     for array in runner._cache_arrays():
         pages = array.view(-1, runner.page_size, *array.shape[1:])
@@ -241,7 +241,10 @@ def long_runner(monkeypatch: pytest.MonkeyPatch, kernel: Any, device: str = "cpu
 
 
 def long_batches() -> list[list[SequenceSlice]]:
-    """Return batches: a tree of 64 tokens after 1,900, beside a text of 1,000 or a prompt."""
+    """Return three batches, each with a step after 1,000 tokens.
+
+    The first also has a tree of 64 tokens after 1,900, and the second a part of a prompt.
+    """
     draw = random.Random(2)
     parents = [draw.randrange(max(0, i - 6), i + 1) for i in range(MAX_TREE_TOKENS)]
     pages = draw.sample(range(300), 200)
@@ -255,7 +258,7 @@ def long_batches() -> list[list[SequenceSlice]]:
 
 
 def compare_long(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch, kernel: Any) -> None:
-    """Compare the results of graphs over a poisoned cache with `kernel` over the same keys."""
+    """Compare what graphs compute over a poisoned cache with what `kernel` computes over it."""
     for batch in long_batches():
         poison(runner, batch)
         made = runner.forward(batch).clone()
@@ -381,7 +384,7 @@ def test_a_device_that_fails_in_a_graphs_trial_is_not_taken_for_a_graph_with_oth
 
 
 def test_the_block_table_has_every_page_of_a_batch_and_gets_each_only_once() -> None:
-    """Sequences grow, are rewound, share pages, end and lose their rows to others."""
+    """Sequences grow, are rewound, share pages, end, and lose their rows to other sequences."""
     draw = random.Random(3)
     pool = PagePool(200, 4)
     table = BlockTable(3, CacheShape(4, 40, 200), torch.device("cpu"))

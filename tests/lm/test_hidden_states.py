@@ -25,7 +25,7 @@ def text(seed: int, length: int) -> list[int]:
 
 @torch.inference_mode()
 def expected(model: Any, token_ids: list[int], layer_count: int) -> dict[int, torch.Tensor]:
-    """Return the states of `transformers`; hooks give the states that it does not return."""
+    """Return the states of `transformers`: each layer's input, and the states after the norm."""
     output = model(torch.tensor([token_ids]), output_hidden_states=True)
     states = {k: output.hidden_states[k][0] for k in range(layer_count)}
     states[FINAL_STATE] = output.hidden_states[-1][0]

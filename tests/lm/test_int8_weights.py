@@ -117,7 +117,7 @@ def test_a_product_without_memory_for_its_rows_is_an_error(
 ) -> None:
     tiled, _ = layer_and_scales(40, has_bias=False)
     multiply = tiled._gemm
-    # More rows than a processor can address. C must ask for memory before it reads a row.
+    # 2^55 rows are more than a processor can address. C must ask for memory before it reads a row.
     monkeypatch.setattr(
         tiled, "_gemm", lambda struct, x, rows, out: multiply(struct, x, 1 << 55, out)
     )
@@ -171,7 +171,7 @@ def test_any_number_of_other_sequences_and_threads_gives_the_same_bits() -> None
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        # Threads divide the rows to quantise, and each reads all of them.
+        # The threads divide the work of quantising the rows, and then each thread reads all rows.
         for _ in range(20):
             assert torch.equal(runner.forward([*others, mine])[len(others) :], alone)
     finally:

@@ -154,7 +154,7 @@ def packed(out: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_mxfp4_weights_are_dequantised(tmp_path: Path, dtype: str) -> None:
-    """A byte holds two numbers, and each 32 numbers of a row share a power of two."""
+    """A byte holds two numbers, and every 32 numbers of a row share a power of two."""
     config = GptOssConfig(**_SMALL, **_HEADS, **_EXPERTS)
     config.intermediate_size = 32
     reference = build(config)

@@ -1,4 +1,4 @@
-"""A step's launches and waits for the device: the inputs go up once, the tokens come back once.
+"""A step's launches and waits: its inputs go up to the device once, its tokens come back once.
 
 On a CPU nothing waits, so the tests count calls that would wait for a GPU. Acceptance runs on a
 fake device.
@@ -135,10 +135,11 @@ def test_a_step_copies_its_inputs_up_once_and_waits_once(
 
     forward(17)
     replays = capture.replays
-    # The device already has the pages of the first step, so only the inputs are copied to the
-    # device. The copy is the only launch besides the graph's launch.
+    # This step needs no pages but those of the first step, whose numbers the device already has. So
+    # only the inputs are copied to the device. The copy is the only launch besides the graph's.
     assert counted(lambda: forward(22)) == {"copies up": 1, "launches": 1}
-    # Each sequence needs one more page. One copy sends all of them, and one kernel writes them.
+    # Each sequence needs one more page. One copy sends the numbers of all these pages, and one
+    # kernel writes them.
     assert counted(lambda: forward(28)) == {"copies up": 2, "launches": 2}
     assert capture.replays == replays + 2
     logits_RV = forward(22)
@@ -166,8 +167,8 @@ def test_a_round_of_a_draft_model_copies_up_once_and_waits_once(capture: Capture
     round_of_4 = counted(lambda: draft(19, 4))
     assert capture.replays == 4
     round_of_5 = counted(lambda: draft(19, 5))
-    # There are 3 launches for the copy of the inputs, the first argmax and the stack. Each further
-    # token has launches for its inputs and its argmax.
+    # There are 3 launches in all for the copy of the inputs, the first argmax and the stack. Each
+    # further token has 8 launches for its inputs and its argmax.
     assert round_of_4 == {"copies up": 1, "waits": 1, "launches": 3 + 3 * 8}
     assert round_of_5 == {"copies up": 1, "waits": 1, "launches": 3 + 4 * 8}
     # The further pages of the round go up together.

@@ -41,7 +41,7 @@ def test_parts_begin_where_tiles_do_and_have_at_most_a_quarter_of_the_keys_befor
 def test_two_tiles_of_keys_and_values_fit_a_small_card_and_three_a_large_card(
     tokens_each: int, card: tiles.Card, stages: int
 ) -> None:
-    """There is one buffer fewer than stages; with warp groups, each stage has a buffer."""
+    """The buffers are one fewer than the stages. With warp groups, each stage has a buffer."""
     assert tiles.tiles(tokens_each, 1, LLAMA, card).stages == stages
 
 

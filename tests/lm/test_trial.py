@@ -1,4 +1,4 @@
-"""A model is served only if the served forward gives the logits of the model's forward."""
+"""A model is served only if the served forward gives the logits of the model's own forward."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def llama(kind: type[LlamaForCausalLM] = LlamaForCausalLM) -> Any:
 
 
 class Recurrent(LlamaForCausalLM):
-    """Adds half of the previous token's embedding, which a cut or packed row does not hold."""
+    """Adds half of the previous token's embedding, which is not in a row that was cut or packed."""
 
     def forward(self, input_ids: Any = None, logits_to_keep: Any = 0, **more: Any) -> Any:
         embedded = self.model.embed_tokens(input_ids)
@@ -87,7 +87,7 @@ class Recurrent(LlamaForCausalLM):
 
 
 class CountsItsRow(LlamaForCausalLM):
-    """Places tokens by their number in the row, whatever `position_ids` says."""
+    """Takes a token's number in its row as its position, whatever `position_ids` says."""
 
     def forward(self, position_ids: Any = None, logits_to_keep: Any = 0, **more: Any) -> Any:
         return super().forward(logits_to_keep=logits_to_keep, **more)

@@ -102,7 +102,8 @@ def compare(slices: list[SequenceSlice], **how: Any) -> None:
     torch.testing.assert_close(attend(slices, **how), expected, atol=tolerance, rtol=tolerance)
 
 
-# Triton's interpreter takes seconds for a large batch. The quick suite has a case of each branch.
+# Triton's interpreter takes seconds for a large batch. The quick suite has a case for each of the
+# kernel's branches.
 HOW: list[Any] = [
     pytest.param({}, marks=pytest.mark.slow),
     pytest.param({"window": 1}, marks=pytest.mark.slow),
@@ -276,7 +277,10 @@ def test_parts_begin_anywhere_in_a_tree(before: int, how: dict[str, Any]) -> Non
 def test_a_trees_first_path_gets_the_very_result_of_its_chain(
     before: int, how: dict[str, Any]
 ) -> None:
-    """Both batches have the same number of rows, so the same tiles; the last rows are branches."""
+    """Both batches have the same number of rows, so they have the same tiles.
+
+    The last three rows are branches in the tree, and are not compared.
+    """
     parents = [0, 1, 2, 3, 4, 2, 0, 7]
     tree = SequenceSlice([0] * 9, before, list(range(80)), 1, parents)
     chain = SequenceSlice([0] * 9, before, list(range(80)), 1)
@@ -445,7 +449,7 @@ def test_keys_and_values_have_two_buffers_on_every_card_and_three_on_large_cards
 
 @pytest.mark.slow
 def test_tiles_of_plain_steps_and_of_drafts_divide_keys_alike(compiled: Path) -> None:
-    """Steps and drafts add a row's keys in one order, as `outrider.lm.gpu.tiles` says."""
+    """Steps and drafts add a row's keys in the same order, as `outrider.lm.gpu.tiles` says."""
     kernels = {
         (kernel["architecture"], kernel["kernel"]): (kernel["instruction"], kernel["warps"])
         for kernel in table(compiled / "kernels.csv")

@@ -85,7 +85,7 @@ def test_a_model_whose_tensors_are_elsewhere_equals_no_other(tmp_path: Path) -> 
 
 
 def test_of_a_large_tensor_a_few_kilobytes_are_read(tmp_path: Path) -> None:
-    """A sparse file of 1 TiB has the fingerprint of its header and 16 samples."""
+    """The fingerprint of a sparse file of 1 TiB is made from its header and 16 samples."""
     size = 2**40
     header = json.dumps({"w": {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}}).encode()
     with (tmp_path / FILE).open("wb") as file:
@@ -100,7 +100,7 @@ def test_of_a_large_tensor_a_few_kilobytes_are_read(tmp_path: Path) -> None:
 def test_a_change_in_any_part_of_a_large_tensor_gives_another_fingerprint(
     tmp_path: Path, first: int, count: int
 ) -> None:
-    """The change is in the first row, the last row, or many others, as by further training."""
+    """The change is in the first row, in the last row, or in 500 rows, as after more training."""
     rows = torch.randn(4096, 64, generator=torch.Generator().manual_seed(1))
     found = []
     for change in (0.0, 0.01):

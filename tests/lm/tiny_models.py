@@ -22,7 +22,7 @@ from transformers import (
 
 VOCAB_SIZE = 97
 CONTEXT_LENGTH = 256
-# The window is smaller than the tests' texts, and not a multiple of a page.
+# The window is smaller than the tests' texts, and no multiple of a page's size.
 WINDOW = 19
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
@@ -58,7 +58,8 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         **SIZES, **_ALTERNATING, head_dim=16, num_local_experts=4, num_experts_per_tok=2
     ),
     "granite_swa, sinks and alternating windows": GraniteSWAConfig(**SIZES, **_ALTERNATING),
-    # Texts are longer than a chunk of attention, and than the positions that share a temperature.
+    # The tests' texts are longer than a piece of attention, and longer than a run of positions with
+    # the same temperature.
     "llama4, pieces and temperatures by position": Llama4TextConfig(
         **SIZES,
         head_dim=16,

@@ -43,7 +43,7 @@ def trees() -> strategies.SearchStrategy[Part]:
 
 
 def batches() -> strategies.SearchStrategy[list[Part]]:
-    """Return prompts, chains and trees in one batch."""
+    """Return batches of prompts, chains and trees, in any mixture."""
     prompts = strategies.builds(
         Part, strategies.integers(0, 20), strategies.integers(1, 70), strategies.just([])
     )
@@ -108,7 +108,11 @@ class Sequences:
         return logits.clone(), pages
 
     def rows_of_chains(self, index: int, most: int) -> Iterator[tuple[list[int], torch.Tensor]]:
-        """Yield, for up to `most` leaves, the part's logit rows and the equal rows of a chain."""
+        """Compute the paths to up to `most` leaves as chains.
+
+        For each path, yield the numbers of the part's logit rows on it, and the chain's logits,
+        which these rows must equal.
+        """
         part = self.parts[index]
         leaves = [row for row, below in enumerate(children(part.parents)) if not below]
         for leaf in self.chance.sample(leaves, min(most, len(leaves))):

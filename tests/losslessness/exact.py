@@ -1,4 +1,4 @@
-"""The exact distribution of every sampling setting over a small target, from transformers."""
+"""The exact distribution of a small target in every sampling setting, by transformers' code."""
 
 from __future__ import annotations
 

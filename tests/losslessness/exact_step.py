@@ -180,7 +180,7 @@ def _draft(number: int, trial: Trial) -> Draft:
 
 
 def find_thresholds(trials: Sequence[Trial], patch: pytest.MonkeyPatch) -> None:
-    """Find each coin's threshold in sampled drafts; coins before it accept, later ones reject."""
+    """Find each coin's threshold in sampled drafts: coins below it accept, and others reject."""
     pairs = [
         (trial, i)
         for trial in trials

@@ -32,7 +32,7 @@ from verifier_svc.engine.loop import Engine
 
 
 class Guesser:
-    """A drafter that runs ahead in runs of a random length, drawn as the verifier asked.
+    """A drafter that runs ahead by a random number of tokens, drawn as the verifier asked.
 
     Messages from the drafter and to it arrive up to `late` ticks later, in order. In a share
     `silent` of the ticks it drafts nothing. `stops` tells from a token and its probability whether
@@ -143,7 +143,7 @@ class Guesser:
             self._grow_chain(sequence, count, noise)
 
     def _noise(self, growing: list[tuple[DraftSequence, int]]) -> Iterator[Probs]:
-        """Yield each run's coupled noise, [count, VOCAB]; ones, [count, 1], for other runs."""
+        """Yield the noise of each run: [count, VOCAB] if it is coupled, else ones, [count, 1]."""
         places = [
             (sequence.opened.sampling.seed, len(sequence.tokens) + len(sequence.guesses) + i)
             for sequence, count in growing
@@ -196,7 +196,7 @@ class Guesser:
             sequence.branch(at, [free[0], second])
 
     def _runs_beside(self, sequence: DraftSequence) -> Iterator[Proposal]:
-        """Sample a run beside each guess, as long as the chain."""
+        """Sample a run beside each guess. All these runs end as deep as the chain."""
         text = tuple(sequence.tokens)
         chain = list(sequence.guesses)
         for at, avoided in enumerate(chain):

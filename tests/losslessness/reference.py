@@ -95,8 +95,8 @@ def block(target_probs: Probs, draft_probs: Probs, draft: Sequence[int], coins: 
 
     The weight of a prefix is w_i = min(1, w_(i-1) * target(x_i) / draft(x_i)). Prefix i is accepted
     with probability s_i / (s_i + 1 - w_i), where s_i is the sum of max(0, w_i * target - draft)
-    over the next token; the whole draft with probability w_K. The longest accepted prefix, of n
-    tokens, counts. The next token is drawn from max(0, w_n * target - draft).
+    over the next token. The whole draft is accepted with probability w_K. The longest accepted
+    prefix, of n tokens, counts. The next token is drawn from max(0, w_n * target - draft).
     """
     count = 0
     scale = weight = 1.0

@@ -1,7 +1,7 @@
 """One step commits the target's joint distribution, exactly to 1e-9, with nothing sampled.
 
-Every draft over a small vocabulary is verified. The joint distribution of
-as many tokens as the longest step commits must equal the target's distribution.
+Every draft over a small vocabulary is verified. The joint distribution of as many tokens as the
+longest step commits must equal the target's distribution.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def target(vocab: int, seed: int, *, zeros: int = 0, peak: float = 0.8) -> NextP
 def drafter(to: NextProbs, vocab: int, seed: int, kind: str) -> NextProbs:
     """Return distributions to draft from: unlike the target's, near them, or equal.
 
-    `sparse` distributions have 1 entry at the first position, 2 at the second, ...
+    `sparse` distributions have one entry more at each position; after `vocab` entries comes 1.
     """
     other = target(vocab, 1000 + seed)
 

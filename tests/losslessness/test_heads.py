@@ -1,8 +1,8 @@
 """Heads of every kind change no text, whatever happens to their messages and features.
 
-The real engine, a real target with hidden states, and the real family `head`. Messages pass through
-protobuf. The target and the heads have random weights and 40 tokens. Requests allow only the
-first five tokens, so that texts can be enumerated.
+The tests run the real engine, a real target with hidden states, and the real family `head`.
+Messages pass through protobuf. The target and the heads have random weights and a vocabulary of 40
+tokens. Requests allow only its first five tokens, so that texts can be enumerated.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def target_probs(text: Text) -> Probs:
 
 
 class HeadDrafter(Guesser):
-    """Drafts with the real family `head`, where other guessers have a table.
+    """Drafts with the real family `head`. Other guessers draft from a table.
 
     Each `dropped`-th message with features loses its features, as when a drafter reads slowly.
     While the drafter `hangs`, it reads and sends nothing. With `is_local` it is in the verifier's
@@ -306,7 +306,7 @@ def test_a_killed_hung_or_late_head_changes_no_text(
 
 
 def test_drafting_after_a_prefix_hit_equals_drafting_without_one(site: Site) -> None:
-    """The target computes no states of its cached tokens, so the second request gets none."""
+    """The target computes no states of cached tokens, so the second request's draft gets none."""
     prompt = (*range(9, 30), 3, 1)
     traffic = site.traffic(
         prompts=(prompt,), sampling=SETTINGS["greedy"], concurrent=1, trees=False
@@ -357,7 +357,7 @@ def test_lost_features_cost_the_drafts_of_their_step_alone(site: Site) -> None:
     traffic.events = lose
     traffic.run(1, drafter)
     assert len(drafter.marks) == 1
-    # The count first rises after the prompt, where the head could not guess either.
+    # The count rises twice: after the prompt, where the head cannot guess yet, and after the loss.
     assert empty[:12] == [0, *[1] * 6, *[2] * 5]
 
 

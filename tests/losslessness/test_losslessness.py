@@ -1,8 +1,8 @@
 """The engine's output follows the target's distribution under each exact rule, in every setting.
 
-The engine generates three tokens many times, with 0 to 5 draft tokens a step. The tests compare
-them with exact enumeration by chi-square. Seeds are fixed: a failure is a bias, not chance. `sees`
-is the smallest bias that a test sees, as a total variation distance.
+The engine generates three tokens many times, with 0 to 5 draft tokens a step. The tests compare the
+counts of these texts with exact enumeration by chi-square. Seeds are fixed: a failure is a bias,
+not chance. `sees` is the smallest bias that a test sees, as a total variation distance.
 """
 
 from __future__ import annotations
@@ -80,8 +80,9 @@ def test_late_sampled_branches_leave_no_trace(way: str) -> None:
 
 
 # Each rule for sampled drafts with every setting, and with every drafter. Not all triples: for a
-# rule, drafters differ only in their claims, and test_exact_step.py has all claims. Other drafts
-# give each request the very tokens of plain decoding, as a test below shows for all settings.
+# rule, drafters differ only in their claims, and test_exact_step.py has all claims. With drafts
+# that are not sampled, each request gets the very tokens of plain decoding, as a test below shows
+# for all settings.
 PAIRS = [
     pytest.param(
         way,

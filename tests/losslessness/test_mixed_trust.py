@@ -111,7 +111,7 @@ def test_a_full_cache_does_not_choose_sampled_tokens_by_what_follows_them() -> N
 def test_an_untrusted_drafter_never_learns_the_noise_of_a_request_open_to_samples(
     order: tuple[str, str], late: bool
 ) -> None:
-    """If `late`, the second drafter joins in the middle of texts; later the first is away."""
+    """If `late`, the second drafter joins in the middle of texts, and later the first is away."""
     sampling, speaking = drafters(2)
     first, second = sorted((sampling, speaking), key=lambda drafter: order.index(drafter.name))
     load = traffic(AcceptanceRule.BLOCK)

@@ -39,7 +39,7 @@ from verifier_svc.verification.batch import DraftVerifier
 
 CHATS = int(os.environ.get("OUTRIDER_TEST_CHATS", "8"))
 NEW_TOKENS = 32
-# The most chats whose prompts one pool holds. The pages of 200 chats would take 6 GB.
+# The largest number of chats that share one pool. The pages of 200 chats would take 6 GB.
 AT_MOST = 40
 PAGES = 75 * min(CHATS, AT_MOST)
 CONTENT = 600
@@ -267,7 +267,7 @@ def test_a_chat_has_the_same_text_in_every_way(
 
 
 def compared(runner: ModelRunner, chats: Texts) -> Iterator[tuple[str, int]]:
-    """Yield the name of each `Way`, and how many of these chats get a different text with it."""
+    """Yield each `Way`'s name, and how many chats get another text with it than one by one."""
     fresh = Way(runner)
     expected = fresh.texts(chats)
     whole = [prompt + text for prompt, text in zip(chats, expected, strict=True)]

@@ -2,7 +2,8 @@
 
 The traffic has two drafters at once, drafts that run ahead and come late, pauses, small pools with
 preemption, prompts in chunks and from the cache, drafters that die and join, and a verifier that
-dies. All of it passes through the real engine, with a target of five tokens that can be enumerated.
+dies. All of it passes through the real engine, with a target that has a vocabulary of five tokens,
+so that texts can be enumerated.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ CASES = {
     "two drafters": Case(
         two,
         lambda traffic, drafters: all(sum(drafter.proposed.values()) > 500 for drafter in drafters),
-        # On a busy machine's clock, the second drafter may be too slow to be asked.
+        # By the real clock of a busy machine, the second drafter may be too slow to be asked.
         timed=True,
     ),
     "two drafters, policy auto": Case(
@@ -140,8 +141,8 @@ def check(case: Case, way: str, draws: int, sees: float) -> None:
     compare(traffic.observed(texts), traffic.expected(draws)).must_agree(sees)
 
 
-# The quick suite tests a verifier that dies in test_the_engine_uses_no_coin_twice, whose target
-# shows more about the coins. The other kinds of traffic are in the slow test of many draws.
+# In the quick suite, test_the_engine_uses_no_coin_twice has a verifier that dies. Its target shows
+# more about the coins. The other kinds of traffic are in the slow test of many draws.
 def test_texts_follow_the_target_in_difficult_traffic() -> None:
     check(CASES["preemption, chunks and cached prefixes"], "block", 4_000, 0.081)
 
@@ -195,7 +196,7 @@ def test_the_engine_uses_no_coin_twice(rule: AcceptanceRule, dies: bool) -> None
 
 
 def test_a_thousand_requests_without_a_seed_have_different_texts() -> None:
-    """Among 2^64 seeds, no seed is drawn twice; among a few hundred, most would be."""
+    """Of 2^64 seeds, none is drawn twice. Of a few hundred, most would be drawn twice."""
     traffic = Traffic(fixed(*[1 / VOCAB] * VOCAB), prompts=((2,),), length=24)
     texts = traffic.run_with_the_systems_seeds(1_000)
     assert len({tuple(text) for text in texts.tolist()}) == 1_000

@@ -1,4 +1,4 @@
-"""Trees of draft tokens leave texts as they are: the rules, and the engine with its pages."""
+"""Trees of draft tokens change no text: the tests check the rules, and the engine's pages."""
 
 from __future__ import annotations
 

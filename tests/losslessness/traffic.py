@@ -121,7 +121,8 @@ class Traffic:
 
     def run(self, draws: int, *drafters: Guesser) -> npt.NDArray[np.int64]:
         """Return the tokens of `draws` requests, [draws, length], a row for each request."""
-        # The engine would draw seeds from the system; a test must come out the same each time.
+        # The engine would draw seeds from the system, but a test must give the same result each
+        # time.
         own = np.random.default_rng(7)
         with mock.patch(
             "secrets.randbits", side_effect=lambda bits: int(own.integers(2**bits, dtype=np.uint64))
@@ -191,7 +192,10 @@ class Traffic:
         return found
 
     def observed(self, texts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Return counts of the same cells in the texts, [draws, length]."""
+        """Return how often each prompt and text occurs in `texts`, [draws, length].
+
+        The counts are in the order of `expected`.
+        """
         prompts = np.arange(len(texts)) % len(self.prompts)
         compared = texts[:, self.first : self.first + LENGTH]
         cells = compared @ VOCAB ** np.arange(LENGTH)[::-1] + prompts * VOCAB**LENGTH
@@ -199,5 +203,5 @@ class Traffic:
 
 
 def seed_of(number: int) -> int:
-    """Return a request's seed. Seeds of neighbours differ in all of their 64 bits."""
+    """Return a request's seed. Seeds of neighbours differ in many of their 64 bits."""
     return (number + 1) * 0x9E3779B97F4A7C15 % 2**64

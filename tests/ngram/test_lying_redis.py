@@ -118,7 +118,7 @@ async def test_replies_are_bounded_on_a_server_and_in_a_cluster(is_cluster: bool
 
 
 async def test_the_longest_valid_reply_is_accepted(redis_server: Standalone) -> None:
-    """Three n-grams of each of 4096 sequences, with 64 tokens each, are 3.3 MB."""
+    """Continuations of 64 tokens, for three n-grams of each of 4096 sequences, take 3.3 MB."""
     async with pool(redis_server.server) as made:
         longest = list(range(4032, 4096))
         await written(made, *(([i], longest) for i in range(1000)))

@@ -1,4 +1,4 @@
-"""The pool in memory: longest suffix first, newest or oldest occurrence, bounded size."""
+"""The pool in memory looks up the longest suffix first, new places before old, and is bounded."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ def pool_of(text: list[int], **options: Any) -> MemoryPool:
 
 
 def newest_by_search(text: list[int], size: int, length: int) -> list[int]:
-    """Return the tokens after the longest known suffix, at the newest place with enough tokens."""
+    """Return the tokens after the longest known suffix, at its newest place that enough follow."""
     for n in range(min(size, len(text)), 0, -1):
         places = [end for end in range(n, len(text)) if text[end - n : end] == text[-n:]][-16:]
         if places:
@@ -59,14 +59,15 @@ def test_shares_are_a_distribution_over_different_first_tokens(
     known = set(firsts) | ({chosen} if share else set())
     followers = [text[i] for i in range(1, len(text)) if text[i - 1] == text[-1]]
     assert known <= set(followers)
-    # With ten occurrences, less than a tenth of the share is left for shorter suffixes.
+    # With ten occurrences of a suffix, less than a tenth of the share is left for shorter suffixes,
+    # and these are ignored.
     if len(followers) < 10:
         assert known == set(followers)
 
 
 def test_shares_count_the_longest_suffix_first() -> None:
     pool = pool_of([3, 1, 2, 9, 1, 2, 9, 8, 2, 7, 1, 2])
-    # Both times, 9 followed 1 2. Once, 7 followed a 2 without a 1 before it.
+    # 9 followed 1 2 both times. 7 followed a 2 without a 1 before it once.
     share, [other] = pool.shares([1, 2], 2, 9)
     assert share == 2 / 3
     assert (other.tokens, other.confidences) == ([7, 1], [1 / 3 / 2, 1 / 2])

@@ -1,4 +1,4 @@
-"""The n-gram family: proposes earlier continuations, ahead within the window, or skips."""
+"""The n-gram family proposes earlier continuations, runs ahead within its window, or skips."""
 
 from dataclasses import replace
 
@@ -64,7 +64,7 @@ async def test_a_call_in_the_prompt_is_drafted_when_the_model_calls(earlier: str
 
 
 async def test_another_continuation_is_a_branch_and_can_be_committed() -> None:
-    """First 8 9 follows 1 2, later 3 4. The newer continuation is the chain, the older a branch."""
+    """First 8 9 follows 1 2, and later 3 4 does. The newer is the chain, and the older a branch."""
     rig = Rig(NgramFamily(NgramOptions(max_draft_len=3), 1000))
     rig.open(opened(1, [1, 2, 8, 9, 7, 5, 1, 2, 3, 4, 6, 1, 2], depth=9))
     *_, last = (await rig.drafts()).proposals

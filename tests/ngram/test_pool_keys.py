@@ -1,4 +1,4 @@
-"""Keys of n-grams and texts in Redis: one slot for a lookup, and no key without the secret."""
+"""Keys in Redis: a text's n-grams share a slot, and nobody can make a key without the secret."""
 
 from pathlib import Path
 

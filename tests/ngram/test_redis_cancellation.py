@@ -147,8 +147,8 @@ def test_no_cancelled_lookup_hands_its_reply_to_another_caller(
             assert tally.wrong == 0
             assert made.counters.late > cancellations / 100
             assert made.counters.malformed == 0
-            # On a busy machine some replies come later than the socket's timeout. Connections that
-            # cancellations break would give most lookups no reply.
+            # On a busy machine some replies come later than the socket's timeout. If cancellations
+            # broke connections, most lookups would get no reply.
             assert [error for error in errors if not isinstance(error, TimeoutError)] == []
             assert made.counters.failed == len(errors) <= made.counters.lookups / 10
 

@@ -1,4 +1,4 @@
-"""A Redis that asks for certificates: drafters show one, and other clients are refused by name."""
+"""A Redis that asks for certificates: drafters show one, and say why a certificate is refused."""
 
 from __future__ import annotations
 

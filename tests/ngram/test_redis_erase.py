@@ -1,4 +1,4 @@
-"""`python -m drafter_svc erase` deletes all n-grams of one tenant, and no others."""
+"""`python -m drafter_svc erase` deletes all n-grams of one tenant, and none of other tenants."""
 
 import asyncio
 from contextlib import redirect_stdout

@@ -85,7 +85,7 @@ async def test_a_lost_cluster_node_costs_guesses_until_it_is_back(cluster: Clust
             await until(lambda: made.available, 15)
             if (await found(made, *queries)).count([]) < 64:
                 break
-        # The node has lost its keys, the others have theirs.
+        # The node has lost its keys, and the other nodes still have theirs.
         answers = await found(made, *queries)
         assert all(answer in ([], [i + 1]) for i, answer in enumerate(answers))
         assert 0 < answers.count([]) < 64

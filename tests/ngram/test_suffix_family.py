@@ -122,7 +122,7 @@ async def test_where_trees_are_verified_other_continuations_are_branches(
 async def test_a_chain_that_cannot_grow_gets_no_branches_behind_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Trees may be longer than chains: here they have guesses where the chain has none."""
+    """The family's trees may be deeper than its chain: here they go on where the chain ends."""
     monkeypatch.setattr(suffix, "_SPEC_FACTOR", 0.3)
     family = SuffixFamily(SuffixSettings())
     sequence = DraftSequence(opened(1, [1, 2, 3, 4, 5, 1, 2], tree_tokens=9))

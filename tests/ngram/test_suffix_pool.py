@@ -1,4 +1,7 @@
-"""Suffix trees that replicas share through a real Redis: kept, bounded, erased, never awaited."""
+"""Suffix trees that replicas share through a real Redis are kept, bounded and erased.
+
+No draft waits for Redis.
+"""
 
 from __future__ import annotations
 
@@ -466,7 +469,7 @@ async def test_what_waits_for_a_dead_redis_is_bounded(monkeypatch: pytest.Monkey
     async with replica(RedisServer.parse("redis://127.0.0.1:1"), max_texts=10) as one:
         for i in range(100):
             one.wrote([i, i + 1000, i + 2000])
-        # This text waits already.
+        # This text is already among those that wait to be written.
         one.wrote([0, 1000, 2000])
         assert one.pool.counters.dropped == 100 - 8
         [trees] = one.rig.session._strategy._corpora._corpora.values()  # type: ignore[attr-defined]

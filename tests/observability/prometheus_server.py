@@ -22,8 +22,8 @@ def prometheus(
 ) -> Iterator[str]:
     """Run Prometheus with the shipped configuration; yield its URL.
 
-    Ports replace the names, which only Compose resolves, and the interval is shorter. With
-    `at_once`, an alert fires as soon as its condition holds.
+    The ports of `targets` replace host names, which only Compose resolves, and the intervals are
+    shorter than those shipped. With `at_once`, an alert fires as soon as its condition holds.
     """
     config = yaml.safe_load((SHIPPED / "prometheus.yaml").read_text())
     config["global"] = {"scrape_interval": "500ms", "evaluation_interval": "500ms"}

@@ -19,7 +19,8 @@ RUNBOOK = (ROOT / "compose/observability/runbook.md").read_text()
 # There is a sample each minute, for two hours.
 LENGTH = 120
 
-# Maps an alert to series with its fault in promtool's notation, and to the series in good health.
+# Maps an alert to series. Each series has its values with the fault, and its values in good health,
+# in promtool's notation.
 FAULTS: dict[str, list[tuple[str, str, str]]] = {
     "OutriderTargetDown": [('up{job="gateway", instance="a"}', "0", "1")],
     "OutriderGatewayNotReady": [('outrider:ready{job="gateway", instance="a"}', "0", "1")],
@@ -86,7 +87,7 @@ def repeated(values: str) -> str:
 
 
 def case(name: str, series: list[tuple[str, str]], firing: set[str]) -> dict[str, Any]:
-    """Return a test for promtool of the alerts that fire at the end of the series."""
+    """Return a test for promtool: at the end of the series, only the alerts in `firing` fire."""
     samples = [{"labels": f'{{alertname="{alert}"}}', "value": 1} for alert in sorted(firing)]
     return {
         "name": name,

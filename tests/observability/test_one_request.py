@@ -37,7 +37,7 @@ def lines(output: str, logger: str) -> list[dict[str, Any]]:
 
 
 async def asked(gateway: GatewayProcess) -> dict[str, Any]:
-    """Return the answer's usage and error."""
+    """Send the request; return the answer's usage."""
     headers = {"x-request-id": REQUEST_ID, "authorization": "Bearer somebody"}
     prompt = "def read_file(path, encoding=None):\n    "
     body = {"prompt": prompt, "max_tokens": 64, "temperature": 0}
@@ -64,7 +64,7 @@ def check_logs(gateway: str, verifier: str, usage: dict[str, Any]) -> dict[str, 
 
 
 def check_kinds(spans: Spans) -> None:
-    """Check that a call between services has spans of matching kinds, which make a graph's edge."""
+    """Check that spans of a call between services have matching kinds, as a service graph needs."""
     by_id = {span.span_id: (service, span) for service, span in spans}
     edges = set()
     for service, span in spans:
@@ -92,7 +92,7 @@ def check_tree(spans: Spans) -> None:
     names = {span.span_id: span.name for _, span in spans}
     roots = [service for service, span in spans if span.parent_span_id not in names]
     assert roots == ["outrider-gateway"]
-    # The first proposal follows the prompt, later ones follow a step.
+    # The first proposal follows the prompt, and later proposals follow a step.
     parents = {names[span.parent_span_id] for _, span in spans if span.name == "propose"}
     assert parents == {"generate_tokens", "verify"}
 

@@ -24,7 +24,7 @@ def answer(text: str = "So.", speculative: Any = None, paused: Any = None) -> An
 
 
 def reported(drafted: Answer, *, is_exactness: bool) -> tuple[int, str]:
-    """Return the exit status and output for an answer with an n-gram drafter, and a plain one."""
+    """Return the exit status and output for a drafted answer beside a plain answer."""
     rows = [Row("fact", "plain", {}, [answer()]), Row("fact", "ngram", {}, [drafted])]
     output = io.StringIO()
     console = Console(file=output, width=100)

@@ -1,4 +1,4 @@
-"""Every step of `bench/gpu.sh` runs at small size on a CPU, and keeps its results when killed.
+"""Every step of `bench/gpu.sh` runs at small size on a CPU. A killed step keeps its results.
 
 The slow tests run the script, whose steps load torch.
 """

@@ -128,7 +128,7 @@ def test_a_log_on_a_full_disk_blocks_nothing_and_resumes_with_space(
 
 
 def test_a_closed_pipe_ends_serve_without_a_traceback(rig: Rig) -> None:
-    """`outrider serve | head -3` closes its pipe like this."""
+    """In `outrider serve | head -3`, `head` closes the pipe in this way."""
     serving = rig.start(subprocess.PIPE)
     assert serving.stdout is not None
     assert all(serving.stdout.readline() for _ in range(3))

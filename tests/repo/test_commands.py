@@ -47,7 +47,7 @@ OTHERS = {
 
 @cache
 def tracked_pages() -> list[Path]:
-    """Return every page of the repository, also READMEs beside results."""
+    """Return every page of the repository, including READMEs beside results."""
     command = ["git", "ls-files", "-z", "*.md"]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, check=True).stdout.decode()
     return [ROOT / name for name in listed.split("\0") if (ROOT / name).is_file()]

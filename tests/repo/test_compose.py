@@ -67,7 +67,7 @@ def test_the_profile_grace_pins_a_whole_cpu_and_its_own_memory(
     assert given["OUTRIDER_DRAFTER_NUMA_NODE"] is None
     chosen = plan(cores[1], None, None, board(tmp_path))
     assert chosen == PlacementPlan("grace", tuple(range(72)), 0, 72)
-    # Docker may not take cores or time away, and the images' processor is Grace's.
+    # Docker must not take cores or time away. The image is for the architecture of Grace.
     assert not service.keys() & {"cpuset", "cpus", "cpu_quota"}
     assert service["platform"] == "linux/arm64"
     # The process has a thread on each core, and the threads of gRPC, telemetry and torch.
@@ -93,7 +93,7 @@ def users_of_stages() -> dict[str, str]:
 
 @pytest.mark.parametrize("service", [*MORE.values(), *STACK.values()], ids=[*MORE, *STACK])
 def test_no_service_runs_as_root(service: dict[str, Any]) -> None:
-    """Others' images may change their user, so their services set the user."""
+    """Images of other projects may change their user, so the services set the user for these."""
     image = service["image"].removeprefix("${OUTRIDER_REGISTRY:-}").partition(":")[0]
     targets = {
         other["image"].partition(":")[0]: other["build"]["target"]
@@ -150,7 +150,7 @@ def networks(service: dict[str, Any]) -> set[str]:
 
 @pytest.mark.parametrize("text", [TEXT, STACK_TEXT], ids=["compose.yaml", "stack.yaml"])
 def test_only_services_with_published_ports_reach_anything_outside(text: str) -> None:
-    """If an attacker makes a verifier or a drafter open connections, they reach nothing."""
+    """If an attacker makes a verifier or a drafter open connections, these reach nothing."""
     document = yaml.safe_load(text)
     closed = {
         name for name, options in document["networks"].items() if (options or {}).get("internal")

@@ -42,7 +42,7 @@ SETTINGS: dict[str, type[Settings]] = {
 def closed(required: str, optional: str = "", **properties: Any) -> Document:
     """Return the schema of an object with these fields only.
 
-    Without a schema a field holds anything.
+    A field that has no schema in `properties` may hold anything.
     """
     names = required.split()
     fields = {name: properties.get(name, {}) for name in names + optional.split()}
@@ -363,7 +363,7 @@ def test_every_pod_has_a_policy_and_no_port_without_a_lock_is_open_to_all(
 
 
 def test_a_pod_reaches_its_peers_and_the_clusters_dns_alone(documents: list[Document]) -> None:
-    """If an attacker makes a process open connections, they reach nothing, inside or outside."""
+    """If an attacker makes a process open connections, these reach nothing, inside or outside."""
     policies = of_kind(documents, "NetworkPolicy")
     for name in ("outrider-verifier", "outrider-redis"):
         assert policies[name]["spec"]["egress"] == []

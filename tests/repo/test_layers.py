@@ -1,6 +1,6 @@
-"""Modules load no library that they do not need, and an installation has no other packages.
+"""Modules load no library that they do not need; the distribution has only the project's packages.
 
-`make lint` checks layers.
+`make lint` checks which packages import which.
 """
 
 import subprocess

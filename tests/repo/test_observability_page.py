@@ -34,7 +34,7 @@ def test_every_metric_is_documented(process: str) -> None:
 
 
 def test_every_span_attribute_is_documented() -> None:
-    """The page lists OpenTelemetry's attributes together."""
+    """The test looks up our own attributes. The page lists OpenTelemetry's attributes together."""
     packages = ("outrider", "gateway", "verifier_svc", "drafter_svc")
     sources = [path.read_text() for package in packages for path in (ROOT / package).rglob("*.py")]
     attributes = {name for source in sources for name in re.findall(r"\b(outrider__\w+)=", source)}

@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def imported() -> set[tuple[str, str]]:
-    """Return the modules of vLLM that our code imports, each with a name that it takes."""
+    """Return pairs of a module of vLLM and a name that our code imports from it."""
     files = (ROOT / "verifier_svc/vllm").glob("*.py")
     nodes = [node for file in files for node in ast.walk(ast.parse(file.read_text()))]
     return {

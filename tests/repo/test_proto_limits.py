@@ -33,7 +33,10 @@ NAMES = {"vocabulary size": VOCAB, "max_tokens": MAX_TOKENS, "window.depth": DEP
 
 @dataclass(frozen=True)
 class Limit:
-    """A documented range of a field's value or, if `counts`, of its entries or characters."""
+    """A documented range of a field's value.
+
+    If `counts`, the range is that of its number of entries or characters.
+    """
 
     field: str
     low: float
@@ -149,7 +152,8 @@ SAMPLING = [
 ]
 SAMPLING += ["frequency_penalty", "min_tokens"]
 SPECULATION = ["draft_tokens", "typical_epsilon", "relaxed_top_k", "relaxed_delta"]
-# For each limit, a function that reads a message with this value, or number of entries.
+# For each limit, a function that reads a message whose field has the given value or number of
+# entries.
 READERS: dict[str, Callable[[Any], object]] = {
     **{f"SamplingParams.{name}": named(sampling, name) for name in SAMPLING},
     "SamplingParams.logit_bias": lambda n: sampling(logit_bias=dict.fromkeys(range(n), 0.5)),

@@ -12,7 +12,7 @@ VERSIONS = "| part | version | ran or read | where | evidence | date |"
 
 
 def rows(header: str = HEADER) -> list[list[str]]:
-    """Return the cells of each row of the table with a header."""
+    """Return the cells of each row of the table that has this header."""
     lines = PAGE.read_text().partition(header)[2].strip().partition("\n\n")[0].splitlines()
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[1:]]
 

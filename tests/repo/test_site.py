@@ -52,7 +52,7 @@ def test_the_settings_of_all_processes_are_on_one_page(site: Path) -> None:
 
 def test_the_reference_has_what_the_drafter_library_exports(site: Path) -> None:
     page = (site / "docs/reference.html").read_text()
-    # A module has the name of the function `serve`, too.
+    # The function `serve` is in a module of the same name.
     found = set(re.findall(r'id="outrider\.drafter(?:\.serve)?\.(\w+)"', page))
     assert set(drafter.__all__) - found == set()
 

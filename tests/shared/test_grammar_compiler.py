@@ -146,7 +146,7 @@ async def test_a_cancelled_requests_grammar_is_not_compiled(held: Held) -> None:
     assert held.begun == ["first", "stays"]
 
 
-# A chain of rules: translation takes time in the square of its length.
+# A chain of rules: the time that its translation takes grows with the square of its length.
 BOMB = "\n".join(["root::=a0", *(f"a{i}::=a{i + 1}" for i in range(4500)), 'a4500::="x"', "#"])
 
 
@@ -190,7 +190,7 @@ BOMBS = (
 def test_a_grammar_holds_whose_check_never_ends(
     bomb: Callable[[int], Grammar], real: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The check has a separate, short time limit, and passes when that ends."""
+    """The check has a separate, short time limit. When this time is over, the grammar passes."""
     given: list[float] = []
 
     def call(own: Worker, request: bytes, seconds: float) -> bytes:
@@ -220,7 +220,7 @@ async def test_attackers_delay_no_victims_new_grammars(real: GrammarCompiler) ->
     attacks = [asyncio.create_task(attack(f"a{i % 3}", i * 10**6)) for i in range(6)]
     await asyncio.sleep(1.0)
     for i in range(8):
-        # Without fairness, each would wait for 5 s and be refused.
+        # Without fairness, each of these grammars would wait for 5 s and be refused.
         assert await real.compile_async(Grammar(GrammarKind.REGEX, f"victim{i}+"), f"b{i % 2}")
     over.set()
     assert all(count % 10**6 for count in await asyncio.gather(*attacks))

@@ -179,7 +179,7 @@ VALUES = st.recursive(
 
 
 def value_count(value: object) -> int:
-    """Count the values of parsed JSON as `check_size` does: an empty list or object is two."""
+    """Count the values of parsed JSON as `check_size` does: an empty list or object is 2 values."""
     if isinstance(value, list):
         return 1 + max(1, sum(map(value_count, value)))
     return 1

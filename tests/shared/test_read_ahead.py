@@ -112,7 +112,7 @@ async def test_a_closed_queue_asks_nothing_of_its_producer() -> None:
 
 
 async def test_the_producer_goes_on_before_the_reader_has_nothing_left() -> None:
-    """A reader with nothing left to read gets its answer in bursts."""
+    """If the producer waited until nothing is left, the reader would get its answer in bursts."""
     watched = Watched()
     watched.fill()
     await watched.read(MOST_UNREAD - 9)

@@ -1,4 +1,4 @@
-"""gRPC on a real server: errors arrive whole, each service has its health, quiet streams live."""
+"""gRPC on a real server: errors arrive whole, services tell their health, quiet streams live on."""
 
 import asyncio
 import socket
@@ -150,7 +150,7 @@ def test_a_peers_error_is_cut_so_that_it_can_travel_on() -> None:
 
 
 async def test_a_quiet_stream_outlives_many_pings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Our server allows pings that are far more frequent than gRPC's default limit."""
+    """Our server allows far more frequent pings than a server of gRPC allows by default."""
     quick = [
         (key, 100 if key == "grpc.keepalive_time_ms" else value)
         for key, value in rpc.CHANNEL_OPTIONS

@@ -23,7 +23,7 @@ def traps(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Traps]:
 
 
 def forms(uri: str) -> dict[str, Any]:
-    """Return schemas with a reference to `uri` under each keyword for schemas in any draft."""
+    """Return schemas that refer to `uri`, one for each keyword that holds schemas in any draft."""
     to = {"$ref": uri}
     alone = (
         *("not", "if", "then", "else", "contains", "propertyNames", "additionalItems", "items"),

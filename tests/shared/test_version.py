@@ -36,7 +36,7 @@ class Metadata:
 
 
 def install(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
-    """Let only these packages be installed, besides Outrider."""
+    """Let it seem that only these packages are installed besides Outrider."""
 
     def distribution(name: str) -> Any:
         if name not in versions and name != "outrider":

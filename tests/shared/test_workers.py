@@ -84,7 +84,7 @@ def test_a_worker_that_waits_for_ever_is_killed_too(worker: Worker) -> None:
 
 
 def test_a_hanging_worker_delays_no_other(source: WorkerSource, worker: Worker) -> None:
-    """If the other worker had to wait, its call would take the hanging worker's time limit."""
+    """If the other worker had to wait, its call would take as long as the hanging worker's."""
     worker.start()
     worker._forked[1].send_bytes(SECONDS.pack(LONG_S) + b"hang")
     other = Worker(source)

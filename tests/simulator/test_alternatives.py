@@ -1,4 +1,4 @@
-"""The simulator's drafters offer alternatives to their guesses, right as often as settings say."""
+"""The simulator's drafters offer alternatives, which are right as often as the settings say."""
 
 from __future__ import annotations
 

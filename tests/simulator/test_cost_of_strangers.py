@@ -1,4 +1,4 @@
-"""Useless strangers cost next to nothing, however many there are, in virtual time.
+"""Useless strangers cost next to nothing, however many there are. The tests run in virtual time.
 
 Each stranger is a drafter of a different family.
 """
@@ -21,7 +21,7 @@ KINDS: dict[str, tuple[dict[str, Any], float]] = {
     "soon silent": ({"acceptance": 0.9}, 2.0),
     "answers once": ({"acceptance": 0.9, "max_messages": 1}, -1.0),
 }
-"""For each kind of stranger: its settings, and from which second it hangs; below 0 never."""
+"""Each kind of stranger has its settings, and the second from which it hangs; -1 means never."""
 
 
 def strangers(kind: str, count: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:

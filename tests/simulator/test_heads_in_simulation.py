@@ -1,4 +1,4 @@
-"""The family of heads in virtual time: features pass the link, and rounds take the table's time."""
+"""The family of heads in virtual time: features pass the link, and a table times the rounds."""
 
 import json
 from pathlib import Path

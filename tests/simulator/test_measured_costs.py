@@ -26,7 +26,8 @@ def test_a_forward_costs_no_more_than_one_of_more_sequences_and_tokens(
     found = {
         (f.sequences, f.tokens): f.seconds for f in measured_costs._forwards(runner, [1, 2, 4])
     }
-    # The next larger forward replaces a disturbed forward. The largest forward has no replacement.
+    # A disturbed forward gets the time of the next larger forward. The largest forward keeps its
+    # time, since no forward is larger.
     assert found[1, 2] == found[1, 3] == pytest.approx(0.013)
     assert found[2, 1] == found[2, 2] == pytest.approx(0.014)
     assert found[4, 9] == pytest.approx(0.146)

@@ -113,7 +113,7 @@ def test_a_verifier_that_slows_down_loses_its_speed_and_no_more(
 
 @pytest.mark.parametrize(("batch", "rate"), [(32, 60.0), (128, 170.0)])
 def test_speculation_is_shed_with_load_and_is_no_loss(batch: int, rate: float) -> None:
-    """In a large batch, rows are expensive, so a smaller share of tokens is drafted."""
+    """Under load the batch is large and its rows are expensive, so fewer tokens are drafted."""
     _, calm = run(rate / 30, 0.5, batch)
     plain, _ = run(rate, PLAIN, batch)
     drafted, verified = run(rate, 0.5, batch)

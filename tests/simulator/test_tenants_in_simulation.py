@@ -42,7 +42,10 @@ def small_requests(name: str) -> tuple[float, float]:
     ],
 )
 def test_a_flood_of_one_tenant_slows_small_ones_by_less_than_half(flood: str) -> None:
-    """The flood is 200 requests, 40 long prompts, 100 long answers, or 64 choices of 1,900."""
+    """The flood is 200 requests, 40 long prompts, 100 long answers left unread, or 64 choices.
+
+    Each choice has 1,900 tokens.
+    """
     alone, _ = small_requests("alone")
     beside, first = small_requests(flood)
     assert beside <= 1.5 * alone

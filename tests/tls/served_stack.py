@@ -1,4 +1,4 @@
-"""A stack as `outrider serve` plans it, with a Redis, and a wire before each port."""
+"""A stack as `outrider serve` plans it, with a Redis, and a recording wire before each port."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.stack import DRAFT, Process
 HOST = "127.0.0.1"
 WIRES_HOST = "127.0.0.2"
 """The address of all wires. A drafter of another test may still dial a port of 127.0.0.1 whose
-verifier has ended, and a wire would record its bytes."""
+verifier has ended. A wire on this port would record the drafter's bytes."""
 PORTS = (
     "gateway HTTP",
     "gateway gRPC",
@@ -39,7 +39,7 @@ PORTS = (
 
 @dataclass
 class Served:
-    """A running stack: its ports, keyed by name, and a wire with an address before each.
+    """A running stack: its ports, keyed by name, and before each port a wire with its own address.
 
     The processes dial the wires. Without `certificates` nothing has TLS.
     """
@@ -109,7 +109,7 @@ def _processes(made: Served, folder: Path) -> Iterator[Process]:
 
 def _settings(made: Served, folder: Path) -> ServeSettings:
     (folder / "secret").write_text("0123456789abcdef")
-    # Without a socket, the drafter dials the verifier's port.
+    # This socket does not exist, so the drafter dials the verifier's port.
     own = {
         "uds": folder / "none",
         "listen": f"127.0.0.1:{made.ports['drafter health']}",

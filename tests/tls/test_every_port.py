@@ -213,7 +213,7 @@ async def talk(made: Served) -> None:
 
 @pytest.mark.slow  # This test starts a second stack.
 async def test_without_tls_every_wire_can_be_read(tmp_path: Path) -> None:
-    """The next test's capture would find readable text, as this test shows."""
+    """This test shows that the next test's capture would find text if it could be read."""
     async with served(tmp_path, encrypted=False) as made:
         await talk(made)
         for name, texts in READABLE.items():
@@ -222,7 +222,7 @@ async def test_without_tls_every_wire_can_be_read(tmp_path: Path) -> None:
 
 
 def carried(wire: ShapedLink) -> list[bytearray]:
-    """Return the bytes of each connection's client, and of each connection's server."""
+    """Return the bytes that each connection's client sent, and those that its server sent."""
     return [*wire.up.recordings, *wire.down.recordings]
 
 

@@ -180,7 +180,7 @@ async def test_a_server_of_another_role_or_without_tls_is_refused(
 async def test_a_verifier_found_by_name_is_known_by_its_role(
     site: Site, role: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The verifier's certificate has neither the name nor, in general, the address."""
+    """The verifier's certificate lacks the name in DNS and, in general, the address."""
     async with verifier(site.issue(role, "served")) as (address, _):
 
         async def resolve(*_: object) -> list[str]:
@@ -199,7 +199,7 @@ async def test_a_verifier_found_by_name_is_known_by_its_role(
 
 
 def drafter(address: str, tls: Tls | None, identity: str) -> DraftStream:
-    """Return a drafter's stream that guesses nothing, as `outrider.drafter.serve` makes it."""
+    """Return the stream of a drafter that guesses nothing, as `outrider.drafter.serve` makes it."""
 
     def hello(strategy: Any, info: Any) -> Hello:
         return Hello(identity, "quiet", FINGERPRINT, 4, frozenset({DraftDistribution.SPARSE}))

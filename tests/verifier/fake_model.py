@@ -102,7 +102,7 @@ class TableModel:
     def copy_states(
         self, states: Sequence[int], rows: Sequence[int], dtype: str, projection: str = ""
     ) -> bytes:
-        """Return the states of these rows, as bytes; the numbers of state k are raised by 100 k.
+        """Return the states of these rows, as bytes; `100 * k` is added to the numbers of state k.
 
         See `FeatureSource.copy_states`.
         """

@@ -1,4 +1,4 @@
-"""The few classes of vLLM that our modules extend or fill, and a small scheduler.
+"""The few classes of vLLM that our modules extend or use, and a small scheduler.
 
 The classes have the attributes of vLLM 0.32 that `verifier_svc/vllm` reads. `tests/vllm` runs the
 same modules with vLLM itself.

@@ -36,7 +36,7 @@ from verifier_svc.streams import drafter_streams, unread_steps
 
 
 def opened(sequence_id: int, token_count: int) -> Opened:
-    """Return the announcement of a sequence with a long prompt."""
+    """Return the announcement of a sequence with a prompt of `token_count` tokens."""
     prompt = [100_000] * token_count
     one_hot = DraftDistribution.ONE_HOT
     return Opened(sequence_id, prompt, SamplingParams(0.0), one_hot, Window(8, 4), 4)

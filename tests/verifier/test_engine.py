@@ -92,7 +92,7 @@ def test_greedy_output_is_plain_with_any_drafts_batches_and_pages(
         engine.submit(request(prompt, 16), clients[-1])
     engine.drain_inbox()
     # The number of draws depends on measured times, because they decide how long drafting is
-    # paused; so this cannot use hypothesis' randomness.
+    # paused. So the draws cannot come from hypothesis.
     noise = random.Random(data.draw(st.integers(0, 2**32)))
     for _ in range(3000):
         for drafter in drafters:
@@ -186,7 +186,7 @@ def test_min_chunk_tokens_delays_all_tokens_but_the_first() -> None:
 
 @pytest.mark.parametrize("max_batch_tokens", [8, 64])
 def test_pages_of_a_prompt_belong_to_its_tenant(max_batch_tokens: int) -> None:
-    """Each chunk but the last ends a step without a token; the step caches the chunk's pages."""
+    """The step of any chunk but the last commits no token, and yet caches the chunk's pages."""
     config = EngineConfig(max_batch_tokens=max_batch_tokens)
     engine, _ = make_engine(config=config, eos_bias=-99)
     prompt = [i % 7 for i in range(22)]
@@ -216,7 +216,7 @@ def test_the_youngest_of_a_tenants_sequences_is_preempted() -> None:
 def test_a_text_that_waits_for_pages_is_hashed_once_and_shares_pages_as_soon_as_that_suffices(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Two requests with one prompt fit the cache only after one has written most of the prompt."""
+    """Two equal prompts fit the cache together only after most of the first has been written."""
     config = EngineConfig(max_batch_tokens=4)
     engine, model = make_engine(page_count=12, page_size=4, eos_bias=-99, config=config)
     hashed: list[bytes] = []

@@ -22,7 +22,7 @@ def submit(
 
 @pytest.mark.parametrize("floods", ["a", "ac"])
 def test_a_tenant_with_one_request_takes_a_place_from_a_flood_at_once(floods: str) -> None:
-    """Each choice of a request with n is a sequence."""
+    """Each choice of a request with `n` is a sequence, so a single request can be a flood."""
     engine, _ = make_engine(eos_bias=-99, config=EngineConfig(max_sequences=3))
     flood, clients = [], []
     for name in floods:

@@ -62,9 +62,10 @@ def received(drafter: ScriptedDrafter, sequence_id: int) -> dict[int, np.ndarray
 def run(
     engine: Engine, drafter: ScriptedDrafter, model: TableModel, request: TokenRequest, wrong: int
 ) -> tuple[int, list[int]]:
-    """Answer a request while the drafter guesses; one in `wrong` guesses is wrong.
+    """Answer a request while the drafter guesses.
 
-    Returns the sequence's id and its whole text.
+    A draft's last guess is wrong where the number of tokens that the client has is a multiple of
+    `wrong`. Returns the sequence's id and its whole text.
     """
     client = Client()
     sequence = engine.submit(request, client)

@@ -1,4 +1,4 @@
-"""The engine survives senseless drafts and a senseless clock."""
+"""The engine survives senseless drafts and too many answers, and ends only the sender's stream."""
 
 from dataclasses import replace
 

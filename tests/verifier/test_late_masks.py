@@ -220,7 +220,7 @@ def test_slow_masks_come_before_the_step_and_without_drafts() -> None:
 
 
 def run_of(engine: Engine, held: Held, seconds: float, client: Client) -> int:
-    """Serve masks that take `seconds` each until the client's end; return their number."""
+    """Serve masks until the client's request ends; return their number. A mask takes `seconds`."""
     count = 0
     while client.error is None and client.finish_reason is None:
         engine.advance()

@@ -20,7 +20,7 @@ def rarely_right(
     """Return an engine whose drafter answers in an eighth of a step, and is right one time in ten.
 
     After eight right guesses all guesses are right. The drafter's drafts have at most `most`
-    tokens; each token makes a step longer by the share `row`.
+    tokens; each token makes a step longer by the share `row` of a plain step.
     """
     engine, _ = make_engine(eos_bias=-99, page_count=256, config=EngineConfig(DraftTokensPolicy()))
     drafter = ScriptedDrafter(engine, max_draft_tokens=most)

@@ -1,4 +1,4 @@
-"""Verdicts leave after their step; chunks leave with the next forward, or at once without one."""
+"""Verdicts leave after a step, chunks with the next forward, or at once if no forward follows."""
 
 from collections.abc import Callable, Sequence
 
@@ -108,7 +108,7 @@ def test_drafts_are_counted_while_a_gpu_computes() -> None:
     drafter.propose(sequence.id, text[1:3])
     engine.step()
     assert drafter.received[-1].verdicts[0].matched_token_count == 2
-    # The drafter has the verdict on four tokens; neither metrics nor client have them yet.
+    # The drafter knows four tokens. The client has only the first, and no draft is counted yet.
     assert (drafter.handle.verified_count, client.tokens) == (0, text[:1])
     before = rate.version
     model.broken = lambda slices: events.append(f"launch {drafter.handle.verified_count}")
@@ -145,7 +145,7 @@ def test_a_gpus_next_step_is_planned_while_it_computes_unless_drafters_or_the_ba
             engine.cancel(sequence)
 
     def is_used(change: Callable[[], object] = lambda: None) -> bool:
-        """Return whether the engine uses a plan made during a step if `change` comes after it."""
+        """Return whether the engine uses a plan made during a step if `change` follows the step."""
         engine.step()
         outline = wait._outline
         assert outline is not None

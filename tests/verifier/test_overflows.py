@@ -1,6 +1,7 @@
 """A model that overflows at a token harms only the text with this token.
 
-The model is real, because attention multiplies NaN by the weight 0 of a hidden token.
+The model is real, because real attention multiplies a masked token's NaN by the weight 0: this
+gives NaN.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def make(dtype: torch.dtype, head_size: int, *, trust: bool = False) -> Engine:
         for name, parameter in model.named_parameters():
             if parameter.ndim > 1 and "embed" not in name:
                 parameter.mul_(5)
-        # Only a draft or a prompt chooses this token.
+        # The model never chooses this token: it comes only from a draft or a prompt.
         model.get_output_embeddings().weight[BAD] = 0.0
     runner = ModelRunner(model.to(dtype), page_count=PAGES, page_size=PAGE)
     # The runner's trial at start would refuse this model.

@@ -148,7 +148,7 @@ def test_a_drafter_on_the_targets_own_cores_does_not_run_ahead() -> None:
 @pytest.mark.parametrize(
     ("device", "gpu_uuid", "depth"),
     [
-        # A container may have another host's name, and different numbers for the GPUs.
+        # A drafter's container may have a host name and numbers of GPUs of its own.
         ("cuda:1", "GPU-a", 4),
         ("cuda:0", "GPU-b", 9),
         ("cuda:0", "", 9),

@@ -19,7 +19,7 @@ POLICIES = [DraftTokensPolicy(), DraftTokensPolicy.parse("auto"), DraftTokensPol
 def doubted(
     policy: DraftTokensPolicy, **limits: int
 ) -> tuple[Engine, ScriptedDrafter, Sequence, VirtualClock]:
-    """Return a drafter that was always wrong, and a new sequence that is assigned to it.
+    """Return an engine, a drafter that was always wrong, its new sequence, and the clock.
 
     A forward takes 52 ms.
     """

@@ -31,9 +31,9 @@ DRAFTER = np.array([2 / 3, 1 / 3])
 def toy(numbers: int = 60) -> tuple[SparseDrafts, np.ndarray]:
     """Return the example of the paper on block verification, arXiv 2403.10444.
 
-    The vocabulary has two tokens, a draft has two tokens, and the context is ignored. Returns every
-    draft with every pair of random numbers out of `numbers` evenly spread ones, and the probability
-    of each case.
+    The vocabulary has two tokens, a draft has two tokens, and the context is ignored. In place of
+    random numbers there are `numbers` evenly spaced numbers. Returns every draft with every pair of
+    these numbers, and the probability of each case.
     """
     points = (np.arange(numbers) + 0.5) / numbers
     cases = list(itertools.product(itertools.product((0, 1), repeat=2), points, points))
@@ -72,7 +72,8 @@ def test_relaxed_acceptance_takes_the_likeliest_few_within_delta() -> None:
     assert accepted.tolist() == [True, True, False, True]
     narrow = torch.tensor([4] * 4), torch.tensor([0.1] * 4)
     assert not lossy.relaxed(probs, tokens, *narrow)[1:].any()
-    # A token of probability 0 is banned, or cut off by top-k, even if `topk` has room for it.
+    # A token of probability 0 was banned, or cut off by top-k. It is rejected even if the rule's
+    # own k has room for it.
     probs = torch.tensor([[0.5, 0.5, 0.0]] * 2)
     wide = torch.tensor([10, 10]), torch.tensor([1.0, 1.0])
     accepted = lossy.relaxed(probs, torch.tensor([1, 2]), *wide)
@@ -174,7 +175,7 @@ def test_a_logit_of_minus_infinity_is_no_error() -> None:
 
 
 def test_if_nothing_is_allowed_no_draft_token_is_accepted() -> None:
-    """The argmax of a row without allowed tokens is token 0, and that was drafted."""
+    """The argmax of a row without allowed tokens is token 0, which was drafted."""
     nothing = Context(SamplingParams(banned_token_ids=(0, 1, 2, 3)), [0], 1, [0])
     beside = Draft(Context(SamplingParams(), [0], 1, [2]), 5)
     dead, alive = accept(torch.zeros(4, 4), [Draft(nothing, 0), beside])

@@ -1,4 +1,4 @@
-"""A sequence has one id in its call's metadata, its line in the log and its span."""
+"""A sequence has the same id in its call's metadata, in its line in the log and in its span."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ SAMPLES = frozenset({DraftDistribution.ONE_HOT, DraftDistribution.SPARSE})
 class Case:
     """A batch of equal sequences.
 
-    A step makes at most `operators`, `copies` and `waits`.
+    A step runs at most `operators` operators, copies `copies` times, and waits `waits` times.
     """
 
     sampling: SamplingParams

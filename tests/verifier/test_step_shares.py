@@ -45,7 +45,7 @@ def next_step(engine: Engine) -> list[ScheduledSequence]:
 
 
 def served(engine: Engine) -> Counter[str]:
-    """Return each tenant's tokens in the next step, if it takes STEP_S and ROW_S for each row."""
+    """Return each tenant's tokens in the next step. A step takes STEP_S, and ROW_S for each row."""
     tokens: Counter[str] = Counter()
     for scheduled in next_step(engine):
         tokens[scheduled.sequence.request.tenant] += len(scheduled.token_ids)

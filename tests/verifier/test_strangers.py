@@ -106,7 +106,7 @@ def test_a_holder_of_too_many_drafters_is_refused_by_the_limits_name_and_others_
 
 
 def test_a_drafter_that_falls_silent_is_replaced_until_it_answers_again() -> None:
-    """Two drafters of one family serve two sequences. If one hangs, the other serves both."""
+    """Two drafters of a family serve two sequences. If one drafter hangs, the other serves both."""
     clock = VirtualClock()
     engine = make(clock)
     drafters = [ScriptedDrafter(engine, name, "family") for name in "ab"]

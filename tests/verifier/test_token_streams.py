@@ -129,7 +129,7 @@ async def test_a_stream_of_a_version_that_is_not_spoken_ends_with_the_reason(
 
 
 async def test_all_parts_that_were_queued_come_before_the_caller_hears_of_draining() -> None:
-    """A caller that hears of it may cancel its calls, and would lose the parts behind it."""
+    """A caller that hears of draining may cancel its calls, and so lose parts that come later."""
 
     def say_draining() -> None:
         assert verifier.stream is not None

@@ -47,7 +47,7 @@ def assignment(engine: Engine, name: str) -> Assignment:
 
 
 def asked(engine: Engine) -> set[str]:
-    """Return the drafters that the plan asks after some steps."""
+    """Return the drafters that the last of five plans asks."""
     return {each.drafter.id for each in make_plan(engine, 5).asks}
 
 

@@ -57,7 +57,7 @@ def answers(
 ) -> tuple[list[Answer], Engine]:
     """Return the answers of an engine that verifies random trees, drawn with `seed`.
 
-    Without a seed, the engine verifies no drafts.
+    Without a seed, the engine verifies no drafts. The engine is returned too.
     """
     engine, model = make_engine(page_size=3, page_count=20, seed=3, eos_bias=-2.0)
     clients = [Client() for _ in requests]
@@ -184,7 +184,7 @@ def test_a_grammar_cuts_a_tree_and_masks_each_row_as_its_path(seed: int) -> None
         assert alone.ended or masked.mask[row] == mask[0]
         rows[tuple(path)] = row
     assert list(rows.values()) == list(range(len(masked.draft.token_ids) + 1))
-    # The mask removed no other rows, and kept the order of the rest.
+    # The cut removed no other rows, and kept the order of the remaining rows.
     left = [path for path in paths(tree) if fits([4, *path])]
     assert list(rows) == [tuple(path) for path in left]
 
@@ -281,7 +281,7 @@ def test_a_drafters_rate_counts_main_guesses_and_its_metrics_all_tokens() -> Non
     assert (drafter.handle.verified_count, drafter.handle.accepted_count) == (4, 2)
     rates = sequence.assignments["scripted"].rate.by_position
     assert rates[0] > 0.8 > rates[1]
-    # The next step exports this step's counts.
+    # The step's counts are exported when the inbox is drained.
     engine.drain_inbox()
     text = exposition(engine)
     for name, labels, count in (

@@ -31,7 +31,7 @@ def vllm() -> Iterator[None]:
 
 
 class Model(torch.nn.Module):
-    """A model whose state k of a token is 100 k + the token's row."""
+    """A model whose state k of a token is `100 * k` plus the token's row."""
 
     def __init__(self) -> None:
         super().__init__()

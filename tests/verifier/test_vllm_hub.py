@@ -1,4 +1,4 @@
-"""The hub behind vLLM's scheduler, driven by recorded steps without vLLM."""
+"""The hub behind vLLM's scheduler, driven by the tests' own steps without vLLM."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def hub() -> TestHub:
 
 @pytest.fixture
 def begun(hub: TestHub) -> TestHub:
-    """Return a hub with a drafter, and a request with one token."""
+    """Return a hub with a drafter, and with a request that has one token of output."""
     hub.add_drafter()
     opened(hub, "a")
     step(hub, "a", 0, 5, hub.right)

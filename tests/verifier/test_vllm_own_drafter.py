@@ -34,7 +34,7 @@ def guess(scheduler: Any, request: Request, tokens: list[int]) -> None:
 
 
 def write(scheduler: Any, hub: TestHub, request: Request, guessed: list[int] | None = None) -> int:
-    """Write a request's text, with right guesses unless `guessed` has others; return the steps."""
+    """Write a request's text, with right guesses unless `guessed` has others; count the steps."""
     scheduler.add_request(request)
     steps = 0
     while not request.is_finished():
@@ -62,7 +62,7 @@ def test_its_guesses_are_verified_without_a_wait(hub: TestHub) -> None:
 def test_beside_a_drafter_of_ours_the_better_draft_is_taken(
     hub: TestHub, guessed: list[int]
 ) -> None:
-    """Wrong guesses, none, and ids that the vocabulary lacks cost nothing but their own draft."""
+    """Wrong guesses, no guesses, and ids that the vocabulary lacks cost only their own draft."""
     scheduler = scheduler_of(hub, method="mtp")
     hub.add_drafter()
     assert write(scheduler, hub, asked("a"), guessed) <= 12
@@ -73,7 +73,7 @@ def test_beside_a_drafter_of_ours_the_better_draft_is_taken(
 
 
 def test_guesses_that_nobody_asked_for_are_dropped(hub: TestHub) -> None:
-    """Such are guesses behind a part of a prompt, for an unknown request, and the same twice."""
+    """Nobody asks for guesses behind a part of a prompt, for an unknown request, or once more."""
     scheduler = scheduler_of(hub, method="eagle3")
     request = asked("a")
     scheduler.add_request(request)

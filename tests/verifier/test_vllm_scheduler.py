@@ -174,7 +174,7 @@ def test_a_prompt_in_chunks_and_tokens_in_flight_get_no_draft(hub: TestHub) -> N
 
 
 def test_another_servers_request_cannot_name_one_of_our_sequences(hub: TestHub) -> None:
-    """A foreign request could write into another text. vLLM's cache salt names the tenant."""
+    """If it could, it might write into a client's text. vLLM's cache salt names the tenant."""
     for is_own in (True, False):
         own = TestHub()
         scheduler = scheduler_of(own, is_own=is_own)

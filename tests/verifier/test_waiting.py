@@ -51,7 +51,10 @@ def slow_forward(model: TableModel, clock: VirtualClock, seconds: float) -> None
 def after_one_step(
     clock: VirtualClock, max_tokens: int, forward_s: float, **hello: object
 ) -> tuple[Engine, TableModel, ScriptedDrafter, Sequence]:
-    """Return a greedy request after a step of `forward_s` that committed a drafted token."""
+    """Return an engine, its model, a drafter and a greedy sequence, after one step.
+
+    The step took `forward_s` and committed a drafted token.
+    """
     engine, model = make_engine(eos_bias=-99, clock=clock)
     drafter = ScriptedDrafter(engine, **hello)
     sequence = engine.submit(TokenRequest([1], max_tokens, GREEDY), Client())
@@ -78,7 +81,8 @@ def test_goodput_is_the_faster_of_waiting_and_going_on() -> None:
     assert rate(0.09) == rate(0.1) == pytest.approx((0.8 * 3 + 1) / (0.8 * 0.12 + 0.1))
     # A drafter on the target's cores hides nothing.
     assert rate(0.09, busy_s=0.09) == pytest.approx(3 / 0.21)
-    # After a plain step, the engine waits if a draft is nearly done; else it takes a plain step.
+    # After a plain step, the engine waits if a draft is nearly done; else it takes another plain
+    # step.
     assert rate(0.13) == pytest.approx((0.8 * 3 + 1) / (0.8 * 0.12 + 0.13))
     assert rate(0.17) == pytest.approx((0.8 * 3 + 2) / (0.8 * 0.12 + 0.2))
     assert rate(60.0) > 1 / 0.1, "goodput is at least that of plain decoding"

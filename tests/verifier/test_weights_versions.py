@@ -28,7 +28,7 @@ def counts(engine: Engine) -> dict[str, tuple[float, float]]:
 
 
 def drafted(engine: Engine, version: str, verified: int = 0, accepted: int = 0) -> ScriptedDrafter:
-    """Let a drafter join with these weights, and count its verified tokens."""
+    """Let a drafter with these weights and counts join; its metrics count 4 of 10 as accepted."""
     drafter = ScriptedDrafter(engine, weights_version=version)
     drafter.handle.verified_count, drafter.handle.accepted_count = verified, accepted
     engine._metrics.verified(drafter.handle, 10, 4, 5)

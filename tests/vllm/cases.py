@@ -27,7 +27,7 @@ class Case:
     ignore_eos: bool = True
 
     def request(self, seed: int) -> TokenRequest:
-        """Return the request, with its sampling's seed."""
+        """Return the request, with this seed for its sampling."""
         settings = dict(self.sampling)
         for name in ("logit_bias", "banned_token_ids"):
             if name in settings:

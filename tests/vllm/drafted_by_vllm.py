@@ -2,7 +2,7 @@
 
     python -m tests.vllm.drafted_by_vllm TARGET HEAD DRAFTS < prompts.json
 
-The program is a process of its own, since vLLM's imports warn and vLLM prints. Its answer is JSON:
+The program has a process of its own, since vLLM's imports warn and vLLM prints. Its answer is JSON:
 `texts`, and `rounds`, how many drafts vLLM verified for all texts.
 """
 

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Makes build/vllm, an environment with vLLM's build for CPUs, since the native engine's requirements
-# clash with vLLM's. Outrider itself comes from the sources, as `make` has installed them. What is
-# there already is left alone. With a version, the environment has this version of vLLM and the
-# torch that it requires, and is build/vllm-VERSION.
+# clash with vLLM's. Outrider itself comes from the sources, as `make` has installed them. An
+# environment that was made from the same list of requirements is left alone. With a version, the
+# environment has this version of vLLM and the torch that it requires, and is build/vllm-VERSION.
 set -euo pipefail
 cd "$(dirname "$(realpath "$0")")/../.."
 version=${1:-}

@@ -1,4 +1,4 @@
-"""The parts of vLLM that our code uses, and what of them a version of vLLM lacks.
+"""The parts of vLLM that our code uses, and a search for those that a version of vLLM lacks.
 
     python -m tests.vllm.parts FOLDER
 

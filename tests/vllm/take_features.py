@@ -2,7 +2,7 @@
 
     python -m tests.vllm.take_features v1 < asked.json
 
-The program is a process of its own, since a process has one runner. Its answer is JSON, see
+The program has a process of its own, since a process has one runner. Its answer is JSON, see
 `Taken`.
 """
 
@@ -171,7 +171,7 @@ def _answer(
     prompts: Sequence[list[int]],
     truths: Sequence[list[int]],
 ) -> list[tuple[int, list[int], list[int]]]:
-    """Answer prompts at once; of the drafts at every third length, the last guess is wrong.
+    """Answer prompts together; after a multiple of 3 tokens, a draft's last guess is wrong.
 
     Returns each sequence's id, its prompt, and its text.
     """

@@ -76,7 +76,7 @@ def has_suffixes() -> bool:
 
 @pytest.fixture(scope="module")
 def head(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Return a copy of the bundled head whose config.json has its layers at the top.
+    """Return a copy of the bundled head whose config.json names its layers at the top level.
 
     vLLM's second runner does not look into `eagle_config`.
     """
@@ -107,7 +107,10 @@ def stack(size: Size, head: str) -> Iterator[Stack]:
 
 
 def request(prompt: list[int], size: Size, name: str, seed: int | None = None) -> TokenRequest:
-    """Return a greedy request or, with a seed, a sampled one; `name` is a drafter, or empty."""
+    """Return a greedy request or, with a seed, a sampled request.
+
+    `name` is a drafter's id. If it is empty, all drafters draft; if it is "none", no drafter does.
+    """
     options = SpeculationOptions(drafter_id=name, always_draft=True)
     if name == "none":
         options = SpeculationOptions(enabled=False)
@@ -142,7 +145,7 @@ async def test_greedy_texts_are_those_of_transformers(
     elif name in ("vllm", "model"):
         assert accepted[name] == accepted.total() > 0
     elif size.module == "verifier_svc":
-        # The second runner's short texts may give an n-gram nothing to find.
+        # In the second runner's short texts, an n-gram drafter may find nothing.
         assert accepted.total() > 0
 
 
@@ -162,7 +165,7 @@ async def test_a_seed_gives_one_text_with_any_drafter(
 async def test_a_drafter_that_is_wrong_changes_no_text(
     stack: Stack, size: Size, reference: Reference
 ) -> None:
-    """The drafter is a socket that sends the protocol's messages, as in any language."""
+    """The drafter sends the protocol's messages over a socket, as one in any language would."""
     async with Client(stack.address) as client, drafting(client, "bad", wrong, 0.0):
         for name in ("bad", ""):
             asked = [request(reference.prompts[i], size, name) for i in size.prompts]

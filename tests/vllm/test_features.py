@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 HEAD = str(ROOT / "models/heads/eagle3")
 SOURCE = Path(torch.nn.functional.__file__).read_text()
 TOKENS = 40
-# A step reads at most 48 tokens of prompts. Of pages with 32 tokens, three texts fill the cache.
+# A step reads at most 48 tokens of prompts. With pages of 32 tokens, three texts fill the cache.
 SETTINGS = {"max_num_batched_tokens": 48, "num_gpu_blocks_override": 16}
 
 

@@ -165,7 +165,7 @@ async def test_a_worker_in_a_process_of_its_own_sends_no_features(server: VllmSe
 
 @pytest.mark.slow  # It starts another server.
 async def test_features_of_vllms_server_are_the_targets_hidden_states() -> None:
-    """On a CPU, vLLM computes in its engine core's process only if it is told so."""
+    """On a CPU, vLLM computes in its engine core's process only if it is told to."""
     named = "OUTRIDER_VERIFIER_FEATURE_STATES=3,1"
     server = VllmServer("VLLM_ENABLE_V1_MULTIPROCESSING=0", named)
     try:

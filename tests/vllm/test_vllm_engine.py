@@ -84,7 +84,7 @@ def drafted(chunks: list[TokenChunk]) -> int:
 async def test_greedy_texts_are_those_of_transformers(
     stack: Stack, reference: Reference, name: str
 ) -> None:
-    """Some prompts are longer than a step, so these come in chunks."""
+    """Some prompts are longer than a step may be, so vLLM reads them in chunks."""
     async with Client(stack.address) as client:
         requests = [asked(reference.prompts[i], CONFIGURATIONS[name]) for i in PROMPTS]
         answers = await asyncio.gather(*(client.generate(request) for request in requests))
@@ -105,7 +105,7 @@ def wrong(sequence_id: int, length: int) -> drafts_pb2.Proposal:
 
 
 def garbage(sequence_id: int, length: int) -> drafts_pb2.Proposal:
-    """Return the ids beyond the vocabulary."""
+    """Return ids beyond the vocabulary."""
     ids = [4096, 2**31 - 1]
     return drafts_pb2.Proposal(sequence_id=sequence_id, base_length=length, token_ids=ids)
 
@@ -402,7 +402,7 @@ def preemptions(port: int) -> float:
 
 @pytest.mark.slow
 async def test_drafts_preempt_nobody(reference: Reference) -> None:
-    """With pages for only a few requests, vLLM preempts as often as without drafters."""
+    """With pages for only a few requests, vLLM preempts as often as without drafts."""
     counts = {}
     for name in ("no drafter", "wrong"):
         port = free_port()

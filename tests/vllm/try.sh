@@ -3,9 +3,10 @@
 #
 #   tests/vllm/try.sh VERSION [ARGUMENT OF PYTEST ...]
 #
-# It names each part that our code uses and that has moved in this version (tests/vllm/parts.py), and
-# runs the tests of vLLM with it. Where the index has no build for CPUs, only the parts are checked,
-# in the sources of the build for GPUs.
+# The script names each part that our code uses and that has moved in this version
+# (tests/vllm/parts.py). If no part has moved, the script runs the tests of vLLM with this version.
+# Where the index has no build for CPUs, only the parts are checked, in the sources of the build for
+# GPUs.
 set -euo pipefail
 cd "$(dirname "$(realpath "$0")")/../.."
 version=$1

@@ -1,6 +1,6 @@
 """Writes the texts of cases with vLLM: `python -m tests.vllm.write_texts v1 < cases.json`.
 
-The program is a process of its own, since a process has one runner, and vLLM's imports warn.
+The program has a process of its own, since a process has one runner, and vLLM's imports warn.
 """
 
 from __future__ import annotations
@@ -40,7 +40,10 @@ def choose_runner(*, v2: bool) -> None:
 
 
 def _interpret_triton() -> None:
-    """Let Triton's interpreter run the second runner's kernels; vLLM asks for a CPU's backend."""
+    """Let Triton's interpreter run the second runner's kernels.
+
+    vLLM also asks Triton for a backend for CPUs, so one is made up.
+    """
     os.environ["TRITON_INTERPRET"] = "1"
     import triton.backends
 

@@ -49,7 +49,10 @@ async def browser() -> AsyncIterator[Browser]:
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def page(browser: Browser, site: Site) -> AsyncIterator[Page]:
-    """Yield a desktop's page. The test fails on console errors and requests to other hosts."""
+    """Yield the site's page in a window of a desktop's size.
+
+    The test fails if there are requests to other hosts, or errors that no test provokes.
+    """
     context = await browser.new_context(viewport={"width": 1280, "height": 900})
     page = await context.new_page()
     problems: list[str] = []

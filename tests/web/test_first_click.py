@@ -27,7 +27,7 @@ HEIGHT = 900
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Yield the page of the stack that `make serve` starts."""
+    """Yield the URL of the page of the stack that `make serve` starts."""
     with serving(tmp_path_factory.mktemp("serve") / "log", "smollm2") as (_, url):
         yield url
 

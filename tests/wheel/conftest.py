@@ -1,4 +1,4 @@
-"""A release that `make release` built in a clone, and environments that have only its wheels."""
+"""A release that `make release` built in a clone, and environments with wheels but no checkout."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ sys.addaudithook(refuse)
 def release(folder: Path, **settings: str) -> Path:
     """Build a release of the checkout's commit in a new clone; return the folder of its files.
 
-    The clone lacks the models, which no release has.
+    The clone lacks the models, which no release has, and the tests.
     """
     clone = folder / "clone"
     git = ["git", "-C", str(clone)]
@@ -57,8 +57,8 @@ def released(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def environment(folder: Path, *wheels: Path) -> Path:
     """Make a virtual environment away from the checkout; return its python.
 
-    The environment has the given wheels, and the other packages of the tests' environment. A
-    process of it that reads a module of the checkout ends with an error.
+    The environment has the given wheels, and the other packages of the tests' environment. If one
+    of its processes reads a module of the checkout, the process ends with an error.
     """
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
     python = folder / "bin/python"

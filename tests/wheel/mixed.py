@@ -62,7 +62,8 @@ class Version:
         text, count = re.subn(pattern, lambda _: replacement, path.read_text())
         assert count, f"{file} has nothing that matches {pattern}"
         path.write_text(text)
-        # Compiled code is taken to be current by its time in seconds and its size.
+        # Python takes compiled code to be current if the source has the same size, and the same
+        # time in seconds.
         shutil.rmtree(path.parent / "__pycache__")
 
 
@@ -103,8 +104,9 @@ class Reply:
 async def ask(urls: Sequence[str], number: int, speculation: Mapping[str, Any]) -> Reply:
     """Send a request of the campaigns of faults to a gateway; return its reply.
 
-    Like a load balancer, this goes to the next gateway if one takes no connection, or refuses the
-    request because it leaves. A request that a gateway has begun to answer is never sent again.
+    Like a load balancer, the function tries the next gateway if a gateway takes no connection, or
+    refuses the request because it leaves. A request that a gateway has begun to answer is never
+    sent again.
     """
     reply = Reply(number)
     sent = body(number) | {"speculation": dict(speculation)}
@@ -181,7 +183,7 @@ class Load:
             self.replies.append(await ask(urls, number, speculation))
 
     async def more(self, count: int) -> None:
-        """Wait until that many further requests have ended."""
+        """Wait until `count` further requests have ended."""
         wanted = len(self.replies) + count
         await until(lambda: len(self.replies) >= wanted, _START_S)
 

@@ -89,7 +89,7 @@ class Pair:
 
     @property
     def equal(self) -> int:
-        """How many answers are plain decoding's at the same verifier."""
+        """The number of answers that equal plain decoding's at the same verifier."""
         return sum(reply.choices == self.plain[reply.number] for reply in self.replies)
 
     @property
@@ -119,7 +119,7 @@ class Pair:
 async def pairs(old: Version, new: Version, numbers: Sequence[int]) -> list[Pair]:
     """Send requests through each combination of gateway, verifier and drafters; print a table."""
     both = (old, new)
-    # Whether a mixed pair becomes ready is a question to its requests.
+    # A mixed pair may never become ready; its requests then show that.
     unmixed = [f"{each.name} {each.name}" for each in both]
     found = []
     with Stack() as stack:
@@ -161,7 +161,7 @@ async def test_each_pair_of_versions_writes_plain_decodings_texts(
 
 
 async def test_a_changed_field_number_is_found(old: Version, new: Version, tmp_path: Path) -> None:
-    """The planted fault moves a proposal's base_length, so that the other version reads 0."""
+    """The planted fault gives a proposal's base_length another field number: the peer reads 0."""
     changed = old.copy(tmp_path / "venv")
     changed.change("outrider/v1/drafts_pb2.py", r"(?<=se_length)\\x18\\x02", r"\x18\x0e")
     found = await pairs(changed, new, FEW)

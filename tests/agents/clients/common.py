@@ -21,7 +21,7 @@ FEW_TOKENS = 32
 LONG_TEXT = 1000
 CUT_OFF = "The call was cut off."
 
-# Several libraries make a client at import.
+# Several libraries make a client, which needs a key, when they are imported.
 os.environ["OPENAI_API_KEY"] = os.environ["ANTHROPIC_API_KEY"] = KEY
 
 

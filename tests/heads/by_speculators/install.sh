@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Makes build/speculators, an environment for others' code that trains heads. That code needs an
-# older transformers than Outrider's tests. All else, torch too, comes from the environment that
-# `make` has installed. What is there already is left alone.
+# Makes build/speculators, an environment for a project that trains heads. That project's code needs
+# an older transformers than Outrider's tests. All else, torch too, comes from the environment that
+# `make` has installed. If build/speculators already has this list's packages, nothing is done.
 set -euo pipefail
 cd "$(dirname "$(realpath "$0")")/../../.."
 into=build/speculators

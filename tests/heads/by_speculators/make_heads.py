@@ -4,8 +4,8 @@
 
 writes a folder for each case: the head as its `save_pretrained` writes it, and
 reference.safetensors with a text, its features, the target's matrices, and the scores of a few
-guesses after the text's first n tokens, for each n of `LENGTHS`. The text's next tokens are fed
-as guesses.
+guesses after the text's first n tokens, for each n of `LENGTHS`. In place of its own guesses, the
+head is fed the text's next tokens.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def documents(length: int) -> torch.Tensor:
 def run_eagle3(case: Case) -> tuple[Any, Values]:
     """Run EAGLE-3: each step is a pass over the whole text.
 
-    Row n - 2 of a pass guesses after n tokens.
+    Row n - 2 of a pass guesses what follows the first n tokens.
     """
     model = made(
         eagle3.Eagle3DraftModel,
@@ -123,9 +123,9 @@ def run_eagle3(case: Case) -> tuple[Any, Values]:
 
 
 def run_peagle(case: Case) -> tuple[Any, Values]:
-    """Return the model, and the scores of one pass for each context.
+    """Return the model, and for each context the scores of one pass.
 
-    The rows from a pass's last token on have all depths.
+    The scores are those of the pass's last `STEPS` rows: its last token at each depth.
     """
     model = made(
         peagle.PEagleDraftModel,
@@ -154,7 +154,7 @@ def run_peagle(case: Case) -> tuple[Any, Values]:
 
 
 def run_blocks(case: Case) -> tuple[Any, Values]:
-    """Return the model, and the scores of one pass with a block after each context."""
+    """Return the model, and the scores of a single pass that has a block after each context."""
     of_dspark = case.kind == "dspark"
     module: Any = dspark if of_dspark else dflash
     model = made(
@@ -192,7 +192,7 @@ RUNS = {"eagle3": run_eagle3, "peagle": run_peagle, "dflash": run_blocks, "dspar
 
 def main() -> None:
     """Write all cases."""
-    # As in speculators' training.
+    # Speculators' training does this too.
     install_partial_neox_rotary()
     peagle.compute_metrics = lambda **unused: (None, None)
     torch.set_num_threads(1)

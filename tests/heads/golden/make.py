@@ -1,10 +1,10 @@
-"""Records scores of independent code for small random heads, one file for each case.
+"""Records the scores that independent code gives for small random heads, one file for each case.
 
 Run this script once, with the packages speculators, specforge, eagle-llm, medusa-llm and
 recurrent_drafting (of Apple's ml-recurrent-drafter) on PYTHONPATH; the tests need none of these
 packages. Each file has the head as that code saves it, a text, the text's features, and `lengths`.
-For each length n the file has the scores of a few guesses after the text's first n tokens. The
-text's next tokens are fed as guesses.
+For each length n the file has the scores of a few guesses after the text's first n tokens. In place
+of its own guesses, the head is fed the text's next tokens.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def text() -> torch.Tensor:
 
 
 def randomise(model: torch.nn.Module) -> None:
-    """Set weights so large that every part of the model counts, and norms around 1."""
+    """Set norms near 1, and all other weights so large that every part of the model counts."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim == 1 and "norm" in name and "bias" not in name:
@@ -76,7 +76,7 @@ def record(
 
 
 def saved(model: Any) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """Return the config and tensors of a speculators model, as it would save them."""
+    """Return the config and tensors of a speculators model, as the model would save them."""
     ignored = set(model._keys_to_ignore_on_save)
     tensors = {key: value for key, value in model.state_dict().items() if key not in ignored}
     return json.loads(model.config.to_json_string(use_diff=False)), tensors
@@ -363,7 +363,7 @@ def eagle(seed: int) -> None:
     del sizes["attn_implementation"]
     sizes["head_dim"] = HIDDEN // 4
     config = EConfig(**sizes, num_hidden_layers=1, hidden_act="silu")
-    # This code is from before transformers' configs always stated a scaling.
+    # When this code was written, transformers' configs did not always state a scaling.
     config.rope_scaling = None
     model = Model(config, bias=True)
     randomise(model)
@@ -406,7 +406,7 @@ def redrafter(name: str, seed: int, **sizes: Any) -> None:
     """Record ReDrafter with Apple's beam search; the text goes on with the likeliest guesses.
 
     The file also has the beams of a search of width 3, and the log probability of each beam. With
-    this seed one path of each search is the chain, as in our tree.
+    this seed each search finds the chain as one of its paths. Our tree always has the chain.
     """
     from recurrent_drafting.configuration_drafter import DrafterConfig
     from recurrent_drafting.modeling_drafter import BeamShape, Drafter
