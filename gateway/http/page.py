@@ -112,8 +112,6 @@ class _Feeds:
         self._open[account] -= 1
         if not self._open[account]:
             del self._open[account]
-        if not self._open:
-            self._made.clear()
 
     async def events(self, identify: Callable[[], Identity]) -> AsyncGenerator[bytes, None]:
         """Yield states. The first state is new; later states may be shared with another stream."""
@@ -140,6 +138,9 @@ class _Feeds:
         now = time.monotonic()
         if now - made_at >= most_age_s:
             made = event(_state(self._router, self._metrics, identity))
+            # Callers without keys may claim any number of tenants, so nothing is kept for long.
+            made_since = now - _SHARED_S
+            self._made = {key: kept for key, kept in self._made.items() if kept[0] > made_since}
             self._made[rights] = now, made
         return made
 

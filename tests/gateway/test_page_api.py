@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
+from gateway.access.gate import Identity
 from gateway.http import page
 from gateway.http.page import MOST_FEEDS
 from gateway.text.prompts import Prompts
@@ -177,6 +178,17 @@ async def test_streams_of_equal_rights_share_an_encoded_state(
     assert [len(each) for each in found] == [4] * 8
     # Each stream's first state is made for that stream. The streams share later states.
     assert len(made) == 8
+
+
+async def test_states_of_tenants_that_have_left_are_not_kept(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A caller without a key may name another tenant each time that it connects."""
+    monkeypatch.setattr(page, "_SHARED_S", 0.0)
+    feeds = page._Feeds(rig.gateway.router, rig.gateway.generation.metrics)
+    for number in range(100):
+        feeds._event(Identity(f"tenant-{number}", is_operator=False), 0.0)
+    assert len(feeds._made) == 1
 
 
 @pytest.mark.parametrize("stream", [True, False])
