@@ -99,7 +99,10 @@ def _reader(engine: VllmEngine) -> ScriptedDrafter:
     [(name, projection)] = states.projections.items()
     wanted = FeatureRequest(tuple(projection.states), dtype=FeatureDtype.FLOAT32, projection=name)
     ours: Any = SimpleNamespace(drafting=engine.drafting, drain_inbox=lambda: None)
-    return ScriptedDrafter(ours, "reader", "reader", is_local=True, feature_request=wanted)
+    reader = ScriptedDrafter(ours, "reader", "reader", is_local=True, feature_request=wanted)
+    # The engine opens few sequences to a drafter that has not guessed right yet.
+    reader.prove()
+    return reader
 
 
 def _step_s(engine: VllmEngine, batch: int, reader: ScriptedDrafter | None) -> float:
