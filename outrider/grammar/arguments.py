@@ -140,12 +140,14 @@ class ArgumentRules:
             read = self._types.of_property(name or _NO_NAME) | types
             return f"{self._begin(name, tags)} {self._value(schema, types, read, tags)}"
         options = []
-        if "string" in types:
-            text = self._rules.until(self._named(self._text(schema), tags), tags.end)
+        if "string" in types and (terminal := self._text(schema)):
+            text = self._rules.until(self._named(terminal, tags), tags.end)
             options.append(f"{self._begin(name, tags, 'true')} {text}")
         if others := types - {"string"}:
             begin = self._begin(name, tags, "false")
             options.append(f"{begin} {BLANKS} {self._json(schema, others)} {self._closed(tags)}")
+        if not options:
+            raise self._refused("allows no value for an argument")
         return " | ".join(options)
 
     def _begin(self, name: str, tags: Tags, is_text: str = "") -> str:
@@ -227,13 +229,12 @@ class ArgumentRules:
         found = []
         for each in branches(schema, self._root):
             kinds = types_of(each) & types
-            # A regular expression cannot bound a number, so numbers with bounds are left out.
-            is_open = not each.keys() & {*BOUNDS}
             if "enum" in each:
-                scalars = _SCALARS if is_open else ("null", "boolean")
-                values = [value for value in each["enum"] if json_type(value) in scalars]
+                values = [value for value in each["enum"] if json_type(value) in _SCALARS]
                 found += [literal(json.dumps(value)) for value in values]
                 continue
+            # A regular expression cannot bound a number, so numbers with bounds are left out.
+            is_open = not each.keys() & {*BOUNDS}
             found += [literal(word) for kind in sorted(kinds) for word in WORDS.get(kind, ())]
             if kinds & {"number", "integer"} and is_open:
                 found.append(f"/{NUMBER if 'number' in kinds else INTEGER}/")

@@ -7,7 +7,9 @@ yet.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
 from typing import Any
 
 Json = Mapping[str, Any]
@@ -212,13 +214,34 @@ def branches(schema: Any, root: Any, depth: int = 0) -> list[Json]:
         found = [branch for branch in both if branch is not None]
         if len(found) > _MAX_BRANCHES:
             raise TooComplex
-    return found
+    return [each for each in map(_with_allowed_values, found) if each.get("enum") != []]
+
+
+def _with_allowed_values(branch: Json) -> Json:
+    """Return the schema without the listed values that its types or bounds forbid."""
+    from jsonschema import Draft202012Validator
+
+    if "enum" not in branch:
+        return branch
+    bounds = Draft202012Validator({each: branch[each] for each in _BOUNDS if each in branch})
+    types = Types({}).of({"type": branch["type"]} if "type" in branch else {})
+    listed = [
+        value
+        for value in branch["enum"]
+        if _common(types, frozenset([json_type(value)])) and bounds.is_valid(value)
+    ]
+    return {**branch, "enum": listed}
 
 
 _MIXED = ("$ref", "anyOf", "oneOf", "allOf", "$defs", "definitions", "$anchor", "$schema", "title")
+_LEAST = ("minimum", "exclusiveMinimum", "minLength", "minItems", "minProperties")
+_MOST = ("maximum", "exclusiveMaximum", "maxLength", "maxItems", "maxProperties")
+# Keywords that bound a number or a text.
+_BOUNDS = (*_LEAST[:3], *_MOST[:3], "multipleOf")
 _MERGES: dict[str, Callable[[Any, Any], Any]] = {
-    "minLength": max,
-    "maxLength": min,
+    **dict.fromkeys(_LEAST, max),
+    **dict.fromkeys(_MOST, min),
+    "multipleOf": lambda one, other: _common_multiple(one, other),
     "required": lambda one, other: [*one, *(name for name in other if name not in one)],
     "patterns": lambda one, other: [*one, *other],
 }
@@ -245,7 +268,32 @@ def _both(one: Json, other: Json) -> Json | None:
         if not found["enum"]:
             return None
     _merge_objects(one, other, found)
+    _merge_arrays(one, other, found)
     return found
+
+
+def _common_multiple(one: float, other: float) -> float:
+    """Return the least common multiple, also of decimal fractions."""
+    parts = [Fraction(str(each)) for each in (one, other)]
+    above = math.lcm(*(each.numerator for each in parts))
+    below = math.gcd(*(each.denominator for each in parts))
+    return above // below if above % below == 0 else above / below
+
+
+def _merge_arrays(one: Json, other: Json, found: dict[str, Any]) -> None:
+    """Merge the items. An item that only one schema lists is a further item in the other."""
+    keywords = ("prefixItems", "items")
+    if not any(keyword in schema for keyword in keywords for schema in (one, other)):
+        return
+    count = max(len(schema.get("prefixItems", [])) for schema in (one, other))
+    if count:
+        found["prefixItems"] = [_all([_item(one, i), _item(other, i)]) for i in range(count)]
+    found["items"] = _all([schema.get("items", True) for schema in (one, other)])
+
+
+def _item(schema: Json, index: int) -> Any:
+    first = schema.get("prefixItems", [])
+    return first[index] if index < len(first) else schema.get("items", True)
 
 
 def _merge_objects(one: Json, other: Json, found: dict[str, Any]) -> None:

@@ -26,6 +26,14 @@ _KEY = "[A-Za-z_][A-Za-z0-9_.-]*"
 _COMMA = '","'
 _JOINT = f" {_COMMA} "
 _MAX_DEPTH = 64
+# Keywords that restrict arrays and objects.
+_INNER = frozenset(
+    [
+        *("items", "prefixItems", "minItems", "maxItems"),
+        *("properties", "patternProperties", "additionalProperties", "required"),
+        *("minProperties", "maxProperties"),
+    ]
+)
 
 
 class GemmaRules:
@@ -85,11 +93,13 @@ class GemmaRules:
         found: list[str] = []
         for each in branches(schema, self._root):
             if "enum" in each:
-                found += [self._literal(value) for value in each["enum"]]
+                found += [self._listed(value, each) for value in each["enum"]]
                 continue
             for kind in sorted(types_of(each)):
                 found += self._of_type(kind, each)
         self._depth -= 1
+        if not found:
+            raise self._refused("allows no value for an argument")
         return any_of(list(dict.fromkeys(found)))
 
     def _of_type(self, kind: str, schema: Json) -> Sequence[str]:
@@ -130,6 +140,14 @@ class GemmaRules:
             found = f"{_COMMA if i else ''} {self._value(inner)} {found}"
             found = found if i < least else f"({found})?"
         return f'"[" {found} "]"'
+
+    def _listed(self, value: Any, schema: Json) -> str:
+        """Return an expression for a value that the schema lists in enum."""
+        if isinstance(value, str):
+            return self._text(text_terminal({**schema, "enum": [value]}))
+        if isinstance(value, list | dict) and schema.keys() & _INNER:
+            raise self._refused("has enum beside keywords for arrays or objects")
+        return self._literal(value)
 
     def _literal(self, value: Any) -> str:
         """Return an expression for a value that an enum lists."""

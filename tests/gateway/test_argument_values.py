@@ -17,7 +17,7 @@ from gateway.tools.formats import FORMATS, ToolFormat
 from gateway.tools.grammar import calls_grammar
 from gateway.tools.reader import AnswerReader, CallArguments, CallBegin, Content, Part, Reading
 from outrider.errors import OutriderError
-from outrider.grammar.backends import Compiled, Libraries, TextMatcher
+from outrider.grammar.backends import Compiled, Libraries, MaskLimit, TextMatcher
 from outrider.grammar.trial import Trial, compile_only
 from tests.gateway.gateway_rig import TARGET
 from tests.hostile_messages import fuzzing
@@ -60,6 +60,18 @@ SIMPLE: list[Any] = [
     {"type": ["string", "integer", "boolean"]},
     {"enum": [1, "1", None, True, "x"]},
     {"enum": [{"a": 1}, [2], "x", 3]},
+    {"enum": [1, "1", None, "xy", 7], "type": ["string", "integer"], "minimum": 3, "minLength": 2},
+    {"enum": ["a", "42", "0", "yes"], "pattern": "^[a-z]+$"},
+    {"allOf": [{"type": "integer", "minimum": 5}, {"minimum": 3, "maximum": 8}]},
+    {"allOf": [{"multipleOf": 4}, {"type": "integer", "multipleOf": 6}]},
+    {
+        "type": "array",
+        "allOf": [
+            {"items": {"type": "integer"}, "minItems": 2},
+            {"prefixItems": [{"enum": [1, "a"]}], "items": {"minimum": 3}, "maxItems": 3},
+            {"minItems": 1, "maxItems": 4},
+        ],
+    },
     {},
     {"description": "anything"},
     *({"$ref": f"#/$defs/{name}"} for name in DEFINITIONS),
@@ -78,6 +90,7 @@ def values() -> st.SearchStrategy[Any]:
             inner.map(lambda each: {"anyOf": [each, {"type": "null"}]}),
             inner.map(lambda each: {"allOf": [each]}),
             several.map(lambda each: {"anyOf": each}),
+            several.map(lambda each: {"allOf": each}),
             inner.map(
                 lambda each: {
                     "type": "object",
@@ -131,11 +144,14 @@ class Writer:
         self._more = [*TEXTS, *ends, " ", "\n", '"', "{", "[", "-", "1e5", "\\"]
 
     def text(self, matcher: TextMatcher, most: int = 120) -> str | None:
-        """Return a text up to its end; None if it does not end soon."""
+        """Return a text up to its end; None if it does not end soon or a mask takes too long."""
         mask = np.zeros((1, VOCAB // 32), np.int32)
         found = b""
         for position in range(most):
-            matcher.fill(mask, 0)
+            try:
+                matcher.fill(mask, 0)
+            except MaskLimit:
+                return None
             allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
             if EOS in allowed:
                 return found.decode()
