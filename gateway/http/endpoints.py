@@ -120,7 +120,7 @@ def _add_health_routes(router: APIRouter, replicas: Router) -> None:
 def _answer_head(router: APIRouter) -> None:
     """Answer HEAD like GET. uvicorn leaves out the body."""
     for route in list(router.routes):
-        if isinstance(route, APIRoute) and "GET" in route.methods:
+        if isinstance(route, APIRoute) and "GET" in (route.methods or ()):
             router.add_api_route(
                 route.path,
                 route.endpoint,
