@@ -13,7 +13,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from outrider.errors import OutriderError, invalid
-from outrider.grammar.branches import ALL_TYPES, Json, TooComplex, Types, alone, branches, json_type
+from outrider.grammar.branches import (
+    ALL_TYPES,
+    Json,
+    NotEnforceable,
+    Types,
+    alone,
+    branches,
+    json_type,
+)
 from outrider.grammar.gemma import GemmaRules
 from outrider.grammar.lark import BLANKS, EMPTY, TEXT, LarkRules, any_of, literal
 from outrider.grammar.values import (
@@ -100,8 +108,8 @@ class ArgumentRules:
                 )
             self._names = list(dict.fromkeys(n for each in objects for n in members(each)))
             options = [self._object(each, TAGS[style]) for each in objects]
-        except TooComplex as cause:
-            raise self._refused("has too many alternatives") from cause
+        except NotEnforceable as cause:
+            raise self._refused(str(cause)) from cause
         return f"{BLANKS} ({' | '.join(dict.fromkeys(options))})"
 
     def _refused(self, problem: str) -> OutriderError:
@@ -111,15 +119,18 @@ class ArgumentRules:
         """Return whether an object can satisfy the schema."""
         named = members(schema)
         return "object" in types_of(schema) and all(
-            self._types.of(named[name]) for name in schema.get("required", [])
+            self._allows_any(named[name]) for name in schema.get("required", [])
         )
+
+    def _allows_any(self, schema: Any) -> bool:
+        return bool(self._types.of(schema) and branches(schema, self._root))
 
     def _object(self, schema: Json, tags: Tags) -> str:
         check_object(schema, self._refused)
         required = schema.get("required", [])
         parts = []
         for name, inner in members(schema).items():
-            if not self._types.of(inner):
+            if not self._allows_any(inner):
                 continue
             if not name or tags.key_end in name or any(c < " " for c in name):
                 raise self._refused(f"has the property {name[:40]!r}")

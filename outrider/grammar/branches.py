@@ -9,18 +9,18 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from fractions import Fraction
 from typing import Any
 
 Json = Mapping[str, Any]
 ALL_TYPES = frozenset(["null", "boolean", "number", "string", "array", "object"])
 """Every type; `number` stands for `integer` too."""
 _MAX_BRANCHES = 256
+_TOO_MANY = "has too many alternatives"
 _MAX_DEPTH = 64
 
 
-class TooComplex(Exception):
-    """A schema has too many alternatives, or refers to itself endlessly."""
+class NotEnforceable(Exception):
+    """Rules cannot enforce a schema. The message says why."""
 
 
 def json_type(value: Any) -> str:
@@ -188,49 +188,86 @@ class _Moved:
 
 
 def branches(schema: Any, root: Any, depth: int = 0) -> list[Json]:
-    """Return the alternatives of a schema, without anyOf, oneOf, allOf and references at their top.
+    """Return the alternatives of a schema, without anyOf, allOf and references at their top.
 
-    A pattern becomes the list `patterns`. Raises TooComplex.
+    A pattern becomes the list `patterns`. There is no alternative if no value can satisfy the
+    schema's types and bounds. Raises NotEnforceable.
     """
     if depth > _MAX_DEPTH:
-        raise TooComplex
+        raise NotEnforceable(_TOO_MANY)
     if not isinstance(schema, Mapping):
         return [] if schema is False else [{}]
+    # The translator has left oneOf only where a value may satisfy two of its schemas.
+    if "oneOf" in schema:
+        raise NotEnforceable("has a oneOf whose schemas overlap")
     own = {key: each for key, each in schema.items() if key not in _MIXED}
     if "const" in own:
-        own["enum"] = [own.pop("const")]
+        const = own.pop("const")
+        own["enum"] = _common_values([const], own.get("enum", [const]))
     if "pattern" in own:
         own["patterns"] = [own.pop("pattern")]
     found: list[Json] = [own]
     parts: list[list[Json]] = [branches(each, root, depth + 1) for each in schema.get("allOf", [])]
     if "$ref" in schema:
         parts.append(branches(resolved(root, schema["$ref"]), root, depth + 1))
-    for keyword in ("anyOf", "oneOf"):
-        if keyword in schema:
-            each = [branches(option, root, depth + 1) for option in schema[keyword]]
-            parts.append([branch for options in each for branch in options])
+    if "anyOf" in schema:
+        options = [branches(option, root, depth + 1) for option in schema["anyOf"]]
+        parts.append([branch for option in options for branch in option])
     for part in parts:
-        both = [_both(one, other) for one in found for other in part]
-        found = [branch for branch in both if branch is not None]
+        found = [_both(one, other) for one in found for other in part]
         if len(found) > _MAX_BRANCHES:
-            raise TooComplex
-    return [each for each in map(_with_allowed_values, found) if each.get("enum") != []]
+            raise NotEnforceable(_TOO_MANY)
+    return [branch for branch in map(_narrowed, found) if branch is not None]
 
 
-def _with_allowed_values(branch: Json) -> Json:
-    """Return the schema without the listed values that its types or bounds forbid."""
+def _narrowed(branch: Json) -> Json | None:
+    """Return the schema without the types and listed values that it forbids elsewhere.
+
+    Return None if nothing is left.
+    """
+    named = Types({}).of(branch)
+    kinds = named - _impossible_kinds(branch)
+    if "enum" in branch:
+        listed = [each for value in branch["enum"] for each in _allowed(value, branch, kinds)]
+        return {**branch, "enum": listed} if listed else None
+    if kinds == named:
+        return branch if kinds else None
+    return {**branch, "type": sorted(kinds)} if kinds else None
+
+
+def _allowed(value: Any, branch: Json, kinds: frozenset[str]) -> list[Any]:
+    """Return a listed value in a list; an empty list if types or bounds forbid the value."""
     from jsonschema import Draft202012Validator
 
-    if "enum" not in branch:
-        return branch
-    bounds = Draft202012Validator({each: branch[each] for each in _BOUNDS if each in branch})
-    types = Types({}).of({"type": branch["type"]} if "type" in branch else {})
-    listed = [
-        value
-        for value in branch["enum"]
-        if _common(types, frozenset([json_type(value)])) and bounds.is_valid(value)
-    ]
-    return {**branch, "enum": listed}
+    if not _common(kinds, frozenset([json_type(value)])):
+        return []
+    if isinstance(value, float) and "number" not in kinds:
+        # A whole number may be written with a fraction of zero.
+        if not value.is_integer():
+            return []
+        value = int(value)
+    bounds = {each: branch[each] for each in _BOUNDS if each in branch}
+    return [value] if not bounds or Draft202012Validator(bounds).is_valid(value) else []
+
+
+def _impossible_kinds(branch: Json) -> frozenset[str]:
+    """Return the types of which the bounds allow no value."""
+    found = set()
+    for kind, name in (("string", "Length"), ("array", "Items"), ("object", "Properties")):
+        if branch.get(f"min{name}", 0) > branch.get(f"max{name}", math.inf):
+            found.add(kind)
+    least = max(branch.get("minimum", -math.inf), branch.get("exclusiveMinimum", -math.inf))
+    most = min(branch.get("maximum", math.inf), branch.get("exclusiveMaximum", math.inf))
+    excluded = [branch[each] for each in ("exclusiveMinimum", "exclusiveMaximum") if each in branch]
+    if least > most or (least == most and least in excluded):
+        found |= {"number", "integer"}
+    elif math.isfinite(least) and math.isfinite(most):
+        step = int(branch.get("multipleOf", 1))
+        first = math.ceil(least / step) * step
+        first += step if first in excluded else 0
+        if first > most or first in excluded:
+            found |= {"integer", "number"} if "multipleOf" in branch else {"integer"}
+    return frozenset(found)
 
 
 _MIXED = ("$ref", "anyOf", "oneOf", "allOf", "$defs", "definitions", "$anchor", "$schema", "title")
@@ -238,62 +275,38 @@ _LEAST = ("minimum", "exclusiveMinimum", "minLength", "minItems", "minProperties
 _MOST = ("maximum", "exclusiveMaximum", "maxLength", "maxItems", "maxProperties")
 # Keywords that bound a number or a text.
 _BOUNDS = (*_LEAST[:3], *_MOST[:3], "multipleOf")
+_ITEMS = ("items", "prefixItems")
 _MERGES: dict[str, Callable[[Any, Any], Any]] = {
     **dict.fromkeys(_LEAST, max),
     **dict.fromkeys(_MOST, min),
-    "multipleOf": lambda one, other: _common_multiple(one, other),
+    # The translator has refused multiples that are no whole numbers.
+    "multipleOf": lambda one, other: math.lcm(int(one), int(other)),
+    "type": lambda one, other: sorted(_common(_named_types(one), _named_types(other))),
+    "enum": lambda one, other: _common_values(one, other),
     "required": lambda one, other: [*one, *(name for name in other if name not in one)],
     "patterns": lambda one, other: [*one, *other],
 }
 
 
-def _both(one: Json, other: Json) -> Json | None:
-    """Return a schema that allows what both schemas allow.
-
-    Return None if their types or values show that no value satisfies both.
-    """
-    if not one or not other:
-        return one or other
+def _both(one: Json, other: Json) -> Json:
+    """Return a schema that allows what both schemas allow. Raises NotEnforceable."""
     found = {**one, **other}
     for keyword in one.keys() & other.keys() & _MERGES.keys():
         found[keyword] = _MERGES[keyword](one[keyword], other[keyword])
-    if "type" in one and "type" in other:
-        types = [frozenset(_list(each["type"]) or [each["type"]]) for each in (one, other)]
-        found["type"] = sorted(_common(*types))
-        if not found["type"]:
-            return None
-    if "enum" in one and "enum" in other:
-        texts = {json.dumps(value, sort_keys=True) for value in other["enum"]}
-        found["enum"] = [v for v in one["enum"] if json.dumps(v, sort_keys=True) in texts]
-        if not found["enum"]:
-            return None
     _merge_objects(one, other, found)
-    _merge_arrays(one, other, found)
+    items = [{key: each[key] for key in _ITEMS if key in each} for each in (one, other)]
+    if all(items) and items[0] != items[1]:
+        raise NotEnforceable("restricts the items of an array in two places")
     return found
 
 
-def _common_multiple(one: float, other: float) -> float:
-    """Return the least common multiple, also of decimal fractions."""
-    parts = [Fraction(str(each)) for each in (one, other)]
-    above = math.lcm(*(each.numerator for each in parts))
-    below = math.gcd(*(each.denominator for each in parts))
-    return above // below if above % below == 0 else above / below
+def _named_types(value: Any) -> frozenset[str]:
+    return frozenset(_list(value) or [value])
 
 
-def _merge_arrays(one: Json, other: Json, found: dict[str, Any]) -> None:
-    """Merge the items. An item that only one schema lists is a further item in the other."""
-    keywords = ("prefixItems", "items")
-    if not any(keyword in schema for keyword in keywords for schema in (one, other)):
-        return
-    count = max(len(schema.get("prefixItems", [])) for schema in (one, other))
-    if count:
-        found["prefixItems"] = [_all([_item(one, i), _item(other, i)]) for i in range(count)]
-    found["items"] = _all([schema.get("items", True) for schema in (one, other)])
-
-
-def _item(schema: Json, index: int) -> Any:
-    first = schema.get("prefixItems", [])
-    return first[index] if index < len(first) else schema.get("items", True)
+def _common_values(one: Sequence[Any], other: Sequence[Any]) -> list[Any]:
+    texts = {json.dumps(value, sort_keys=True) for value in other}
+    return [value for value in one if json.dumps(value, sort_keys=True) in texts]
 
 
 def _merge_objects(one: Json, other: Json, found: dict[str, Any]) -> None:
@@ -315,9 +328,14 @@ def _property(schema: Json, name: str) -> Any:
 
 def _all(schemas: Sequence[Any]) -> Any:
     """Return a schema that allows only what all of these schemas allow."""
-    if False in schemas:
+    held: list[Any] = []
+    for schema in schemas:
+        # Nested lists would double at each level of a schema that contains itself.
+        is_list = isinstance(schema, Mapping) and schema.keys() == {"allOf"}
+        parts = schema["allOf"] if is_list else [schema]
+        held += [part for part in parts if part is not True and part != {} and part not in held]
+    if False in held:
         return False
-    held = [schema for schema in schemas if schema is not True and schema != {}]
     if len(held) > 1:
         return {"allOf": held}
     return held[0] if held else True

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from outrider.errors import OutriderError
-from outrider.grammar.branches import Json, TooComplex, branches, json_type
+from outrider.grammar.branches import Json, NotEnforceable, branches, json_type
 from outrider.grammar.lark import EMPTY, TEXT, LarkRules, any_of, literal
 from outrider.grammar.values import (
     BOUNDS,
@@ -26,21 +27,23 @@ _KEY = "[A-Za-z_][A-Za-z0-9_.-]*"
 _COMMA = '","'
 _JOINT = f" {_COMMA} "
 _MAX_DEPTH = 64
-# Keywords that restrict arrays and objects.
-_INNER = frozenset(
-    [
-        *("items", "prefixItems", "minItems", "maxItems"),
-        *("properties", "patternProperties", "additionalProperties", "required"),
-        *("minProperties", "maxProperties"),
-    ]
-)
+# Keywords that restrict an array, and an object.
+_INNER = {
+    "array": frozenset(["items", "prefixItems", "minItems", "maxItems"]),
+    "object": frozenset(
+        [
+            *("properties", "patternProperties", "additionalProperties", "required"),
+            *("minProperties", "maxProperties"),
+        ]
+    ),
+}
 
 
 class GemmaRules:
     """Adds rules for the values of schemas within `root` to `rules`.
 
     `refused` makes the error for a keyword that cannot be enforced. The methods raise this error or
-    TooComplex.
+    NotEnforceable.
     """
 
     def __init__(
@@ -55,7 +58,7 @@ class GemmaRules:
         named = members(schema)
         rest = schema.get("additionalProperties", True)
         tails = {True: EMPTY, False: EMPTY}
-        if rest is not False:
+        if self._allows_any(rest):
             others = "".join(f" & ~{literal(name)}" for name in named)
             key = self._rules.terminal(f"/{_KEY}/{others}")
             pair = self._rules.rule(f'{key} ":" {self._value(rest)}')
@@ -72,15 +75,18 @@ class GemmaRules:
         `tails[True]` is for an object in which no property comes before the rest, `tails[False]`
         for an object in which one does.
         """
-        if not re.fullmatch(_KEY, name):
-            raise self._refused(f"has the property {name[:40]!r}")
-        if schema is False:
+        if not self._allows_any(schema):
             return tails
-        pair = f"{literal(name + ':')} {self._value(schema)} {tails[False]}"
+        pair = f"{literal(self._key(name) + ':')} {self._value(schema)} {tails[False]}"
         found = {True: pair, False: f'"," {pair}'}
         if not required:
             found = {first: f"{found[first]} | {tails[first]}" for first in found}
         return {first: self._rules.rule(each) for first, each in found.items()}
+
+    def _key(self, name: str) -> str:
+        if not re.fullmatch(_KEY, name):
+            raise self._refused(f"has the property {name[:40]!r}")
+        return name
 
     def _value(self, schema: Any) -> str:
         """Return the name of a rule for a schema's values. A schema may contain itself."""
@@ -89,7 +95,7 @@ class GemmaRules:
     def _values(self, schema: Any) -> str:
         self._depth += 1
         if self._depth > _MAX_DEPTH:
-            raise TooComplex
+            raise NotEnforceable("has too many alternatives")
         found: list[str] = []
         for each in branches(schema, self._root):
             if "enum" in each:
@@ -111,8 +117,11 @@ class GemmaRules:
                     return [self._rules.json({"type": kind, **bounds})]
                 return [self._rules.terminal(f"/{INTEGER if kind == 'integer' else NUMBER}/")]
             case "array":
-                return [self._array(schema)]
+                return self._array(schema)
             case "object":
+                named = members(schema)
+                if not all(self._allows_any(named[name]) for name in schema.get("required", [])):
+                    return []
                 return [self.object(schema)]
         return [literal(word) for word in WORDS[kind]]
 
@@ -121,13 +130,19 @@ class GemmaRules:
             terminal = self._rules.terminal(f"{terminal} & ~(TEXT {literal(_QUOTE)} TEXT)")
         return f"{self._rules.mark(_QUOTE)} {self._rules.until(terminal, _QUOTE)}"
 
-    def _array(self, schema: Json) -> str:
-        first = schema.get("prefixItems", [])
+    def _allows_any(self, schema: Any) -> bool:
+        return bool(branches(schema, self._root))
+
+    def _array(self, schema: Json) -> Sequence[str]:
         rest = schema.get("items", True)
         if isinstance(rest, list):
             raise self._refused("has a list of items")
+        first = list(itertools.takewhile(self._allows_any, schema.get("prefixItems", [])))
         least, most = schema.get("minItems", 0), schema.get("maxItems")
-        most = len(first) if rest is False else most
+        if len(first) < len(schema.get("prefixItems", [])) or not self._allows_any(rest):
+            most = len(first) if most is None else min(most, len(first))
+        if most is not None and least > most:
+            return []
         found = ""
         if most is None or most > len(first):
             item = self._value(rest)
@@ -139,14 +154,14 @@ class GemmaRules:
         for i, inner in reversed([*enumerate(first)][:most]):
             found = f"{_COMMA if i else ''} {self._value(inner)} {found}"
             found = found if i < least else f"({found})?"
-        return f'"[" {found} "]"'
+        return [f'"[" {found} "]"']
 
     def _listed(self, value: Any, schema: Json) -> str:
         """Return an expression for a value that the schema lists in enum."""
         if isinstance(value, str):
             return self._text(text_terminal({**schema, "enum": [value]}))
-        if isinstance(value, list | dict) and schema.keys() & _INNER:
-            raise self._refused("has enum beside keywords for arrays or objects")
+        if isinstance(value, list | dict) and schema.keys() & _INNER[json_type(value)]:
+            raise self._refused("lists an array or object beside keywords that restrict it")
         return self._literal(value)
 
     def _literal(self, value: Any) -> str:
@@ -158,7 +173,8 @@ class GemmaRules:
                 return f'"[" {_JOINT.join(map(self._literal, value))} "]"'
             case "object":
                 pairs = [
-                    f"{literal(key + ':')} {self._literal(each)}" for key, each in value.items()
+                    f"{literal(self._key(key) + ':')} {self._literal(each)}"
+                    for key, each in value.items()
                 ]
                 return f'"{{" {_JOINT.join(pairs)} "}}"'
         return literal(json.dumps(value))

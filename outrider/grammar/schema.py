@@ -322,15 +322,20 @@ def _enforced_format(schema: Mapping[str, Any]) -> str | None:
 
 
 def _translate_bounds(schema: dict[str, Any]) -> None:
-    """Replace an exclusive bound of 0 by an inclusive bound: the enforceable number nearest to 0.
+    """Write each exclusive bound as a number, and none of them as 0.
 
-    LLGuidance allows 0 in a range that excludes 0 and ends below 1.
+    In draft 4 an exclusive bound is a flag beside the inclusive bound. LLGuidance allows 0 in a
+    range that excludes 0 and ends below 1, so the enforceable number nearest to 0 replaces 0.
     """
     for exclusive, inclusive, least, inner in (
         ("exclusiveMinimum", "minimum", _MIN_NUMBER, max),
         ("exclusiveMaximum", "maximum", -_MIN_NUMBER, min),
     ):
         bound = schema.get(exclusive)
+        if isinstance(bound, bool):
+            del schema[exclusive]
+            if bound and inclusive in schema:
+                bound = schema[exclusive] = schema.pop(inclusive)
         if bound == 0 and not isinstance(bound, bool):
             del schema[exclusive]
             schema[inclusive] = inner(schema.get(inclusive, least), least)

@@ -64,11 +64,15 @@ SIMPLE: list[Any] = [
     {"enum": ["a", "42", "0", "yes"], "pattern": "^[a-z]+$"},
     {"allOf": [{"type": "integer", "minimum": 5}, {"minimum": 3, "maximum": 8}]},
     {"allOf": [{"multipleOf": 4}, {"type": "integer", "multipleOf": 6}]},
+    {"type": "integer", "minimum": 5, "anyOf": [{"maximum": 3}, {"maximum": 9}]},
+    {"enum": [1.5, 2.0, 3, "x"], "type": ["integer", "string"]},
+    {"type": "array", "prefixItems": [{"type": "integer"}] * 2, "items": False, "maxItems": 1},
+    {"type": "array", "items": {"enum": ["a"], "maxLength": 0}},
     {
         "type": "array",
         "allOf": [
-            {"items": {"type": "integer"}, "minItems": 2},
-            {"prefixItems": [{"enum": [1, "a"]}], "items": {"minimum": 3}, "maxItems": 3},
+            {"prefixItems": [{"enum": [1, "a"]}], "items": {"type": "integer"}, "maxItems": 3},
+            {"minItems": 2},
             {"minItems": 1, "maxItems": 4},
         ],
     },
