@@ -332,12 +332,21 @@ def rights(label: str) -> str:
     A swarm cannot keep its processes from gaining rights, so there this is not checked.
     """
     is_swarm = label.startswith("com.docker.stack.")
-    containers = _docker("ps", "--quiet", "--filter", f"label={label}").split()
+    running = "ps", "--quiet", "--filter", f"label={label}"
+    containers = _docker(*running).split()
     count = 0
-    for container in containers:
-        name = _docker("inspect", "--format", "{{.Name}}", container)
-        # The first line is a heading.
-        for pid in _docker("top", container, "-eo", "pid").split()[1:]:
+    for container in containers[:]:
+        try:
+            name = _docker("inspect", "--format", "{{.Name}}", container)
+            # The first line is a heading.
+            pids = _docker("top", container, "-eo", "pid").split()[1:]
+        except subprocess.CalledProcessError:
+            # A container that an update has replaced may have stopped meanwhile.
+            if container in _docker(*running).split():
+                raise
+            containers.remove(container)
+            continue
+        for pid in pids:
             if wrong := _excess(Path("/proc", pid), may_gain=is_swarm):
                 raise CheckFailed(f"{name}, process {pid}: {', '.join(wrong)}")
             count += 1
