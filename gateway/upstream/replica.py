@@ -63,8 +63,8 @@ class Replica:
         """Set when the next poll should not wait: the verifier is lost, or says that it leaves."""
         self.full = False
         """True if the verifier's queue has refused a sequence since the last poll."""
-        self.leaving = False
-        """True if the verifier's DNS name no longer has its address."""
+        self.retired_at: float | None = None
+        """When the verifier's DNS name lost its address (monotonic seconds); None if it has it."""
         self._earlier: dict[asyncio.Task[None], VerifierStream] = {}
         self._agreement = Agreement()
         self._dial()
@@ -101,6 +101,11 @@ class Replica:
         self._earlier[retired] = self.tokens
         retired.add_done_callback(self._earlier.pop)
         self._dial()
+
+    @property
+    def leaving(self) -> bool:
+        """True if the verifier's DNS name no longer has its address."""
+        return self.retired_at is not None
 
     @property
     def own_count(self) -> int:

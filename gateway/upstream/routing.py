@@ -38,6 +38,9 @@ _STARTUP_S = 30.0
 # of the mean load, plus `_SPARE_LOAD`.
 _MOST_LOAD = 1.25
 _SPARE_LOAD = 1 / 16
+# A replica that has vanished from its name takes requests for at most this time.
+_HANDOVER_S = 30.0
+_LEFT = OutriderError(Reason.VERIFIER_UNAVAILABLE, "its name no longer has its address")
 # Errors of one replica after which a sequence moves to another replica.
 RETRYABLE = (
     Reason.VERIFIER_UNAVAILABLE,
@@ -129,9 +132,8 @@ class Router:
     async def _take(self, addresses: Sequence[str]) -> None:
         """Add the replicas of new addresses, and retire replicas whose addresses are missing.
 
-        A retired replica gets no new requests once another replica of its model is ready, and is
-        then forgotten after its sequences have ended. The sequences may stay: a verifier that is
-        about to stop says so, and then they move.
+        A retired replica that `ready_picks` leaves out is forgotten after its sequences have ended.
+        The sequences may stay: a verifier that is about to stop says so, and then they move.
         """
         known = {replica.address: replica for replica in self.replicas}
         for address in addresses:
@@ -140,11 +142,15 @@ class Router:
                 self.replicas.append(Replica(address, self._tls))
                 self._start_polling(self.replicas[-1])
         for address, replica in known.items():
-            replica.leaving = address not in addresses
-        needed = {pick.replica for pick in self.ready_picks()}
+            if address in addresses:
+                replica.retired_at = None
+            elif replica.retired_at is None:
+                replica.retired_at = time.monotonic()
         for address, replica in known.items():
-            if replica.leaving and not replica.sequences and replica not in needed:
+            picked = {pick.replica for pick in self.ready_picks()}
+            if replica.leaving and not replica.sequences and replica not in picked:
                 log.info("verifier %s has left", address)
+                replica.mark_lost(_LEFT)
                 polling = self._polls[replica]
                 polling.cancel()
                 await asyncio.gather(polling, return_exceptions=True)
@@ -356,20 +362,26 @@ class Router:
     def ready_picks(self, model: str | None = None) -> list[Pick]:
         """Return the replicas of one model, or of all models, that may get requests.
 
-        Those are the ready replicas. Retired replicas are left out while their model has others: a
-        name may change from one verifier to another before the gateway has reached the second one.
+        Those are the ready replicas. A verifier's name may change to another verifier that the
+        gateway has not reached yet. So a retired replica takes requests for _HANDOVER_S, while no
+        other replica serves a model of one of its names.
         """
+        in_time = time.monotonic() - _HANDOVER_S
         picks = [
             Pick(replica.info.model_id, replica.info, replica)
             for replica in self.replicas
             if replica.problem is None and replica.info is not None
         ]
-        staying = {pick.model for pick in picks if not pick.replica.leaving}
-        return [
+        staying = [pick for pick in picks if not pick.replica.leaving]
+        served = {name for pick in staying for name in pick.info.names}
+        retired = [
             pick
             for pick in picks
-            if model in (None, pick.model) and not (pick.replica.leaving and pick.model in staying)
+            if (retired_at := pick.replica.retired_at) is not None
+            and retired_at > in_time
+            and served.isdisjoint(pick.info.names)
         ]
+        return [pick for pick in staying + retired if model in (None, pick.model)]
 
 
 def _shutting_down() -> OutriderError:

@@ -90,7 +90,7 @@ async def test_a_replica_that_takes_no_requests_is_not_followed(router: Router) 
     a.mark_lost(LOST)
     assert picked(router, text(4)) == "b:1"
     a.problem = None
-    b.leaving = True
+    b.retired_at = 0.0
     assert picked(router, text(4)) == "a:1"
     a.full = True
     assert picked(router, text(4)) == "c:1"

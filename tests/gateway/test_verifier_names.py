@@ -156,6 +156,33 @@ async def test_a_vanished_verifier_takes_requests_until_another_is_ready(fleet: 
     assert (len(first.script.requests), len(second.script.requests)) == (1, 1)
 
 
+async def test_a_vanished_verifier_takes_no_requests_for_a_name_that_another_serves(
+    fleet: Fleet,
+) -> None:
+    first, second = fleet.verifiers
+    for verifier, model in ((first, "m1"), (second, "m2")):
+        verifier.script.info = replace(verifier.script.info, model_id=model, aliases=("chat",))
+    await until(lambda: "chat" in fleet.gateway.router.names)
+    begun = await fleet.ask_the_first_and_delist_it()
+    assert list(fleet.gateway.router.names) == ["m1", "m2", "chat"]
+    assert {fleet.gateway.router.pick(name).replica.address for name in (None, "", "chat")} == {
+        second.address
+    }
+    assert text_of(await begun) == TEXT
+
+
+async def test_a_vanished_verifier_takes_requests_for_a_limited_time(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(routing, "_HANDOVER_S", 0.0)
+    first, second = fleet.verifiers
+    second.script.info = replace(second.script.info, stage=Stage.LOADING)
+    fleet.listed = [second]
+    await until(lambda: fleet.known == [second.address])
+    assert (await fleet.ask()).status_code == 503
+    assert not first.script.requests
+
+
 async def test_a_verifier_that_comes_back_is_used_again(fleet: Fleet) -> None:
     first, second = fleet.verifiers
     begun = await fleet.ask_the_first_and_delist_it()
