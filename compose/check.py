@@ -356,7 +356,7 @@ def rights(label: str) -> str:
 
 
 def _excess(process: Path, *, may_gain: bool) -> list[str]:
-    """Read from a process's folder in /proc the rights that no service needs."""
+    """Return the rights that a process has but no service needs, from its folder in /proc."""
     lines = (process / "status").read_text().splitlines()
     status = {name: value.split() for name, _, value in (line.partition(":") for line in lines)}
     mounts = [line.split() for line in (process / "mountinfo").read_text().splitlines()]

@@ -25,7 +25,7 @@ from drafter_svc.pools.texts import TextPool
 from outrider.drafter.draft_sequence import DraftSequence
 from outrider.protocol.model_info import ModelInfo
 
-# A proposal is at most as long as the suffix that was matched, and ends where the product of its
+# A chain is at most as long as the suffix that was matched, and ends where the product of its
 # tokens' probabilities falls below 0.1. The verifier cuts tokens that do not pay.
 _SPEC_FACTOR = 1.0
 _MIN_TOKEN_PROBABILITY = 0.1

@@ -173,7 +173,7 @@ class _Value:
         return None
 
     def _next(self, text: str, at: int) -> tuple[int, int] | None:
-        """Return begin and end of the next mark: a mark of a JSON string, or the closing tag."""
+        """Return begin and end of the next mark: a quote or escape of JSON, or the closing tag."""
         if self._is_json:
             found = self._mark.search(text, at)
             return None if found is None else found.span()

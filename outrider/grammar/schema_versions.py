@@ -28,7 +28,7 @@ DRAFTS: Mapping[str, Draft] = {
 }
 _USUAL = "https://json-schema.org/draft/2020-12/schema"
 # jsonschema's own registry reads files and opens addresses. This registry retrieves nothing;
-# jsonschema adds the metaschemas that come with it.
+# jsonschema adds its own metaschemas.
 _CLOSED: Registry[Any] = Registry()
 # A reference leads out of the schema unless it is a fragment, as "#/$defs/a" is.
 _REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")

@@ -23,8 +23,8 @@ from outrider.grammar.kinds import Grammar
 # mask.
 _TRIAL_TOKENS = 16
 _TRIAL_SECONDS = 0.8
-# Maps the beginnings of some of LLGuidance's messages to our words. These messages name no keyword,
-# or name an option of LLGuidance.
+# Maps the beginnings of some of LLGuidance's messages to our words. These messages do not spell out
+# the keyword at fault, or they recommend an option of LLGuidance that a caller cannot set.
 _PROBLEMS = {
     "oneOf constraints": "it has oneOf whose schemas may overlap; use anyOf",
     "patternProperty regexes": "it has patternProperties that may match the same name",

@@ -220,8 +220,8 @@ class Weights:
 def open_config(folder: Path) -> Keys:
     """Return the keys of a folder's config.json.
 
-    Raises OutriderError(INVALID_VALUE), also for a head that is quantised or has an adapter beside
-    it.
+    Raises OutriderError(INVALID_VALUE) if the file is not readable, or if the head is quantised or
+    has an adapter beside it.
     """
     path = folder / "config.json"
     try:

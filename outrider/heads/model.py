@@ -333,7 +333,10 @@ class HeadModel(torch.nn.Module):
         return sequence.tokens[1:] if self.pairs else sequence.tokens[:-1]
 
     def _page_salt(self, sequence: HeadSequence) -> str:
-        """Return a salt with the first token: every row depends on it, but no row's id shows it."""
+        """Return a salt with the first token.
+
+        Every row depends on the first token, but with `pairs` no row's id shows it.
+        """
         return f"{sequence.salt}/{sequence.tokens[0]}"
 
     def _check(self, batch: Sequence[Extension]) -> None:

@@ -107,7 +107,8 @@ def widened_logits(model: Any, token_ids: torch.Tensor) -> torch.Tensor:
     """Return float32 logits [T, V] of the tokens [T], with all activations in float32.
 
     `model` is built like Llama. The weights keep their rounded values, so these are the logits that
-    a forward in the model's dtype approximates. At most one weight is copied at a time.
+    a forward in the model's dtype approximates. To save memory, a product widens its weight in
+    blocks of rows, one block at a time.
     """
     implementation = model.config._attn_implementation
     embedded = model.model.embed_tokens(token_ids).float().unsqueeze(0)

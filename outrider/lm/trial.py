@@ -2,8 +2,9 @@
 
 A model may attend in ways that the paged attention does not see: to later tokens, with its own
 positions, or through a state beside the cache. Such a model raises no error, but would write
-another text. The served forward gets the texts as in service: in chunks, packed into one row, with
-tokens rewound and computed again, one token alone, and with the ends of both texts as one tree.
+another text. The served forward gets the texts as in service: in chunks, with slices of both texts
+in one forward, with a token in a forward of its own, with tokens that are rewound and computed
+again, and with the ends of both texts as one tree.
 """
 
 from __future__ import annotations

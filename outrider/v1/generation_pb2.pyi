@@ -272,9 +272,10 @@ class GenerateTextRequest(_message.Message):
     prediction: _builtins.str
     """The text that the caller expects; drafters may guess from it."""
     prompt_logprob_count: _builtins.int
-    """The same number as top_logprob_count, but for each token of the prompt except the first token,
-    which has no context. Range [0, 20]; unset reports nothing about the prompt. If it is set, the
-    verifier computes the prompt from its beginning, since the prefix cache has no logits.
+    """Number of likeliest tokens to report with each token of the prompt, besides the token's own log
+    probability. The first token has no context, so nothing is reported for it. Range [0, 20];
+    unset reports nothing about the prompt. If it is set, the verifier computes the prompt from its
+    beginning, since the prefix cache has no logits.
     """
     @_builtins.property
     def chat(self) -> Global___Chat:

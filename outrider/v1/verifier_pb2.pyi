@@ -106,9 +106,10 @@ class GenerateTokensRequest(_message.Message):
     Range [0, 20]; unset reports no log probabilities.
     """
     prompt_logprob_count: _builtins.int
-    """The same number as top_logprob_count, but for each token of the prompt except the first token,
-    which has no context. Range [0, 20]; unset reports nothing about the prompt. If it is set, the
-    verifier computes the prompt from its beginning, since the prefix cache has no logits.
+    """Number of likeliest tokens to report with each token of the prompt, besides the token's own log
+    probability. The first token has no context, so nothing is reported for it. Range [0, 20];
+    unset reports nothing about the prompt. If it is set, the verifier computes the prompt from its
+    beginning, since the prefix cache has no logits.
     """
     noise_seed: _builtins.int
     """Seed of the verifier's random numbers if sampling.seed is unset; if both are unset, the

@@ -56,7 +56,7 @@ def started(family: str, address: str, core: int, packages: Path) -> Process:
 
 @contextmanager
 def running(family: str, core: int, packages: Path) -> Iterator[tuple[Stack, GatewayProcess]]:
-    """Yield a verifier that waits for drafts, with the drafter, and a gateway."""
+    """Yield a stack and a gateway: the verifier waits for the drafts of a drafter on ARM."""
     stack = Stack("--always-draft")
     stack.drafters[f"arm-{family}"] = started(family, stack.address, core, packages)
     with behind_gateway(stack, timeout_s=START_S) as gateway:

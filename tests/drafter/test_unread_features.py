@@ -44,7 +44,7 @@ class Reading(Counting):
 
 
 class Flood:
-    """A transport in which all steps wait to be read from the start."""
+    """A transport in which, from the start, all steps wait to be read."""
 
     address = "a test"
 

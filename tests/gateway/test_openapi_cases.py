@@ -1,7 +1,7 @@
 """Valid and invalid requests that schemathesis makes from /openapi.json.
 
-Each answer has a documented status. Each error has the form of its API, and an error in OpenAI's
-form names the field. The gateway answers a good request afterwards.
+Each answer has a documented status. Each error has the form of its API, and in OpenAI's form an
+error of one field names this field. The gateway answers a good request afterwards.
 """
 
 from __future__ import annotations

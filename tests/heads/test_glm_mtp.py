@@ -1,4 +1,4 @@
-"""The MTP layer of GLM-4.5 in our pages gives the scores of `transformers`' own MTP module."""
+"""The MTP layer of GLM-4.5, over our paged cache, has the scores of `transformers`' MTP module."""
 
 from __future__ import annotations
 

@@ -265,7 +265,8 @@ async def test_a_poisoned_pool_plants_no_text(redis_server: Standalone) -> None:
     ours, theirs = (PoolKeys(SECRET).texts(name, FINGERPRINT) for name in "ab")
     value = array("I", TEXT).tobytes()
     with redis_server.data[0].admin() as client:
-        # Another text, another tenant's text, ids out of range, too long, no ids, another type.
+        # Another text, another tenant's text, ids out of range, too many ids, bytes that are no
+        # ids, two entries of the index that lead to no text, a value of another type.
         planted(client, ours, bytes(16), value)
         planted(client, ours, theirs.digest(TEXT), value)
         planted(client, ours, ours.digest([5000]), array("I", [5000]).tobytes())

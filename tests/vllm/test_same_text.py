@@ -54,10 +54,10 @@ SOURCE = Path(torch.nn.functional.__file__).read_text()
 
 @pytest.fixture(scope="module")
 def cases() -> list[Case]:
-    """Return requests with all settings."""
+    """Return requests that together use all settings."""
     ids = Tokenizer.from_file(f"{MODEL}/tokenizer.json").encode(SOURCE[:100_000]).ids
-    # The cache has 32 of the first prompt's 33 tokens, so vLLM pads the row of this prompt's
-    # request.
+    # From the second kind of draft on, vLLM's cache has 32 of the first prompt's 33 tokens. One
+    # token is left to compute, so vLLM pads the row of this prompt's request with draft ids of -1.
     prompts = [ids[:33]]
     prompts += [ids[start : start + 40 + start % 7] for start in range(100, 20_000, 997)]
     found = [Case(prompt, dict(each)) for prompt, each in zip(prompts, SETTINGS, strict=False)]

@@ -212,8 +212,8 @@ def tree_tokens(
 ) -> dict[Assignment, int]:
     """Return how many draft tokens to ask for, branches included, keyed by assignment.
 
-    `drafts` are (sequence, assignment, draft tokens). `asks` has the draft tokens of one path to
-    ask for. A drafter is asked for a chain if siblings of its main guesses are not worth their
+    `drafts` are (sequence, assignment, draft tokens). `asks` says how many draft tokens of one path
+    to ask for. A drafter is asked for a chain if siblings of its main guesses are not worth their
     cost. From time to time such a drafter is asked for a tree, to see whether its siblings
     improved.
     """

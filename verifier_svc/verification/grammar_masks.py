@@ -151,7 +151,11 @@ class GrammarMasks:
 
 
 def _work_of(sequence: SequenceState, draft: DraftTree, assignment: Assignment | None) -> MaskWork:
-    """Set and return the work of a sequence's masks: one mask before and after each draft token."""
+    """Set and return the work of a sequence's masks.
+
+    The first mask is for the token after the committed tokens. Each draft token adds a mask, for
+    the token after it.
+    """
     assert sequence.matcher is not None
     late = sequence.tokens[len(sequence.tokens) - sequence.grammar_lag :]
     sequence.grammar_lag = 0

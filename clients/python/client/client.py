@@ -122,7 +122,7 @@ def check_errors(
     missing = failure.code is grpc.StatusCode.NOT_FOUND
     check("unknown-model", missing, failure.info.reason == "MODEL_NOT_FOUND")
 
-    # Call a gateway without a verifier twice. RetryInfo says when to try again.
+    # Twice, call a gateway that has no verifier. RetryInfo says when to try again.
     began = time.monotonic()
     try:
         patiently(lambda: other.GenerateText(request()), 2)

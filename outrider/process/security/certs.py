@@ -85,7 +85,7 @@ class Authority:
     def issue(
         self, kind: str, name: str, hosts: Sequence[str], valid_for: timedelta
     ) -> tuple[bytes, bytes]:
-        """Return a certificate with one of the roles in `NAMES` and its key, as PEM.
+        """Return a certificate and its key, as PEM. `kind` is its role, one of `NAMES`.
 
         `name` is its common name. Its other names are `hosts` (DNS names and IP addresses),
         `LOCAL_NAMES` and the name of its role. But a drafter's certificate has only the name of its

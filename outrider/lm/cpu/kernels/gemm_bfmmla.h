@@ -26,7 +26,8 @@ INLINE int64_t choose_tile_rows(int64_t rows) {
 typedef float32x4_t sums_of_pair[BLOCK / LINE][LINE_VECTORS];
 
 // Adds the products with one part of a tile of weights to the sums of `n` pairs of rows. x has the
-// two rows of each pair. If `cold`, each line prefetches the weights PREFETCH_DISTANCE ahead of it.
+// two rows of each pair. If `cold`, reading a line of weights prefetches the line PREFETCH_DISTANCE
+// bytes after it.
 INLINE void add_part(const uint16_t *const (*x)[2], const char *weights, sums_of_pair *acc,
                      int part, int n, int cold) {
   float32x4_t sums[MOST_PAIRS][LINE_VECTORS];

@@ -160,9 +160,9 @@ INLINE weight_vec load_weights(const uint8_t *from) {
 #endif
 }
 
-// Multiplies `n` rows by a block of columns. If `cold`, each line prefetches the weights
-// PREFETCH_DISTANCE ahead of it. Each group's weights are read in parts of their columns, as in
-// gemm_vector.h.
+// Multiplies `n` rows by a block of columns. If `cold`, reading a line of weights prefetches the
+// line PREFETCH_DISTANCE bytes after it. Each group's weights are read in parts of their columns,
+// as in gemm_vector.h.
 INLINE void gemm_rows(const struct group *x, int64_t groups, const uint8_t *weights,
                       float (*acc)[BLOCK], int n, int cold) {
   const int parts = n * COLUMN_PARTS <= ACC_ROWS ? 1 : COLUMN_PARTS;

@@ -9,8 +9,8 @@
 #define LINE_VECTORS (BLOCK / 2)
 #define AT_ONCE 8
 
-// Multiplies `n` rows by a block of columns. If `cold`, each line prefetches the weights
-// PREFETCH_DISTANCE ahead of it.
+// Multiplies `n` rows by a block of columns. If `cold`, reading a line of weights prefetches the
+// line PREFETCH_DISTANCE bytes after it.
 INLINE void gemm_rows(const struct group *x, int64_t groups, const uint8_t *weights,
                       float (*acc)[BLOCK], int n, int cold) {
   const int pairs = (n + 1) / 2;
