@@ -39,6 +39,14 @@ def follow(step, texts, outbox)
   end
 end
 
+def ready_model(verifier)
+  loop do
+    model = verifier.get_model(GetModelRequest.new, deadline: Time.now + 10)
+    return model if model.stage == :MODEL_STAGE_READY
+    sleep 0.25
+  end
+end
+
 # One stream, from Hello to its end. Requests come from a queue at any time; nil half-closes.
 def draft(verifier, fingerprint, outbox)
   outbox << StreamDraftsRequest.new(hello: Hello.new(
@@ -71,7 +79,7 @@ verifier = VerifierService::Stub.new(ARGV.fetch(0), :this_channel_is_insecure, c
 backoff = 0.1
 until stopping
   begin
-    sleep 0.25 until (model = verifier.get_model(GetModelRequest.new)).stage == :MODEL_STAGE_READY
+    model = ready_model(verifier)
     draft(verifier, model.tokenizer_fingerprint, outbox = Queue.new)
   rescue GRPC::BadStatus => e
     sleep(pause(e, backoff))
