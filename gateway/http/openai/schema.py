@@ -56,8 +56,8 @@ _Ids = Annotated[list[TokenId], Field(min_length=1)]
 _PromptForms = (
     Filled
     | _Ids
-    | Annotated[list[Filled], Field(min_length=1)]
-    | Annotated[list[_Ids], Field(min_length=1)]
+    | Annotated[list[Filled], Field(min_length=1, max_length=MAX_SEQUENCES)]
+    | Annotated[list[_Ids], Field(min_length=1, max_length=MAX_SEQUENCES)]
 )
 
 
