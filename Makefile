@@ -154,7 +154,8 @@ vllm: $(VENV)/installed-dev
 	@PYTHON=$(PYTHON) tests/vllm/install.sh
 
 test-vllm: vllm
-	LD_PRELOAD=$(CURDIR)/build/vllm/lib/libiomp5.so build/vllm/bin/python -m pytest tests/vllm
+	LD_PRELOAD=$(CURDIR)/build/vllm/lib/libiomp5.so build/vllm/bin/python -m pytest -m "$(MARK)" \
+	  tests/vllm
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
