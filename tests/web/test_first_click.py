@@ -1,4 +1,4 @@
-"""The first click on the page of `make serve`: a real answer, and the drafters' part in it."""
+"""The first click on the page of `make serve`: a real answer, and the drafters' gain."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = [
     ),
 ]
 
-TRIES = 3
+TRIES = 5
 GUESSED = ".token[class*='by-']"
 HEIGHT = 900
 
@@ -67,11 +67,9 @@ async def first_click(browser: Browser, url: str) -> tuple[float, float]:
     return ratio, share
 
 
-async def test_the_first_click_shows_a_real_answer_a_speed_up_and_who_wrote_its_tokens(
+async def test_the_first_click_shows_a_real_answer_its_gain_and_who_wrote_its_tokens(
     browser: Browser, url: str
 ) -> None:
     clicks = [await first_click(browser, url) for _ in range(TRIES)]
-    print(f"speed-ups and drafted shares: {clicks}")
-    # On a busy machine there may be no gain, and fewer drafts.
-    assert all(ratio > 0 for ratio, _ in clicks), clicks
-    assert sum(share > 0.25 for _, share in clicks) > TRIES / 2, clicks
+    # Other programs may take the processor during some of the tries.
+    assert sum(ratio >= 1.5 and share > 0.5 for ratio, share in clicks) > TRIES / 2, clicks
