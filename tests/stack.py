@@ -77,7 +77,7 @@ class Process:
     def __init__(self, module: str, *arguments: str, command: Sequence[str] = ()) -> None:
         """Run a module of this repository, or `command` for another program."""
         self.arguments = [*(command or (sys.executable, "-m", module)), *arguments]
-        # Whoever stops the process closes this file.
+        # The test or fixture that stops the process closes this file.
         self.log = tempfile.TemporaryFile()  # noqa: SIM115
         self.start()
 

@@ -362,9 +362,9 @@ class Router:
     def ready_picks(self, model: str | None = None) -> list[Pick]:
         """Return the replicas of one model, or of all models, that may get requests.
 
-        Those are the ready replicas. A verifier's name may change to another verifier that the
-        gateway has not reached yet. So a retired replica takes requests for _HANDOVER_S, while no
-        other replica serves a model of one of its names.
+        Those are the ready replicas. A DNS name may move to a new verifier before the gateway has
+        reached that verifier. So a retired replica takes requests for _HANDOVER_S, while no replica
+        that has its address still serves any of the retired replica's model names.
         """
         in_time = time.monotonic() - _HANDOVER_S
         picks = [

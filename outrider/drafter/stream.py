@@ -288,7 +288,7 @@ class _Connection:
 
 
 def _raise_first(*tasks: asyncio.Task[None]) -> None:
-    """Raise the exception of a failed task, if any; of two, the one that is not StreamEnded."""
+    """Raise a failed task's exception; prefer an exception that is not StreamEnded."""
     done = [task for task in tasks if task.done()]
     for task in sorted(done, key=lambda task: isinstance(task.exception(), StreamEnded)):
         task.result()

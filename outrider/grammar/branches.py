@@ -228,26 +228,28 @@ def _narrowed(branch: Json) -> Json | None:
     named = Types({}).of(branch)
     kinds = named - _impossible_kinds(branch)
     if "enum" in branch:
-        listed = [each for value in branch["enum"] for each in _allowed(value, branch, kinds)]
+        listed = _allowed_values(branch, kinds)
         return {**branch, "enum": listed} if listed else None
     if kinds == named:
         return branch if kinds else None
     return {**branch, "type": sorted(kinds)} if kinds else None
 
 
-def _allowed(value: Any, branch: Json, kinds: frozenset[str]) -> list[Any]:
-    """Return a listed value in a list; an empty list if types or bounds forbid the value."""
+def _allowed_values(branch: Json, kinds: frozenset[str]) -> list[Any]:
+    """Return the listed values of these types that the bounds allow."""
     from jsonschema import Draft202012Validator
 
-    if not _common(kinds, frozenset([json_type(value)])):
-        return []
-    if isinstance(value, float) and "number" not in kinds:
-        # A whole number may be written with a fraction of zero.
-        if not value.is_integer():
-            return []
-        value = int(value)
-    bounds = {each: branch[each] for each in _BOUNDS if each in branch}
-    return [value] if not bounds or Draft202012Validator(bounds).is_valid(value) else []
+    bounds = Draft202012Validator({each: branch[each] for each in _BOUNDS if each in branch})
+    found = []
+    for value in branch["enum"]:
+        if isinstance(value, float) and "number" not in kinds and value.is_integer():
+            # A whole number may be written with a fraction of zero.
+            value = int(value)
+        is_fraction = isinstance(value, float) and "number" not in kinds
+        is_of_type = bool(_common(kinds, frozenset([json_type(value)])))
+        if is_of_type and not is_fraction and bounds.is_valid(value):
+            found.append(value)
+    return found
 
 
 def _impossible_kinds(branch: Json) -> frozenset[str]:
@@ -263,7 +265,7 @@ def _impossible_kinds(branch: Json) -> frozenset[str]:
         found |= {"number", "integer"}
     elif math.isfinite(least) and math.isfinite(most):
         step = int(branch.get("multipleOf", 1))
-        first = math.ceil(least / step) * step
+        first = -(-least // step) * step
         first += step if first in excluded else 0
         if first > most or first in excluded:
             found |= {"integer", "number"} if "multipleOf" in branch else {"integer"}

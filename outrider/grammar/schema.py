@@ -331,12 +331,11 @@ def _translate_bounds(schema: dict[str, Any]) -> None:
         ("exclusiveMinimum", "minimum", _MIN_NUMBER, max),
         ("exclusiveMaximum", "maximum", -_MIN_NUMBER, min),
     ):
-        bound = schema.get(exclusive)
-        if isinstance(bound, bool):
-            del schema[exclusive]
-            if bound and inclusive in schema:
-                bound = schema[exclusive] = schema.pop(inclusive)
-        if bound == 0 and not isinstance(bound, bool):
+        if isinstance(schema.get(exclusive), bool):
+            is_set = schema.pop(exclusive)
+            if is_set and inclusive in schema:
+                schema[exclusive] = schema.pop(inclusive)
+        if schema.get(exclusive) == 0:
             del schema[exclusive]
             schema[inclusive] = inner(schema.get(inclusive, least), least)
 

@@ -31,7 +31,7 @@ class Projection(Module):
         self.input_norm = RMSNorm(spec.feature_width, eps=eps) if spec.row_norm else None
 
     def forward(self, features: torch.Tensor) -> torch.Tensor:
-        """Project rows; their type must be that of the weights."""
+        """Project rows, which must have the dtype of the weights."""
         if self.fc_norm:
             parts = features.chunk(len(self.fc_norm), dim=-1)
             norms = zip(self.fc_norm, parts, strict=True)

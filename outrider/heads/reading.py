@@ -44,8 +44,8 @@ _EAGLE = {"EagleLlamaForCausalLM", "LlamaForCausalLMEagle", "EagleQwen2ForCausal
 _DFLASH = {"DFlashDraftModel", "DFlashSpeculator"}
 _DSPARK = {"Qwen3DSparkModel", "DSparkDraftModel", "DSparkSpeculator"}
 _MEDUSA = {"MedusaModel", "MedusaForCausalLM"}
-# Heads that are known but not supported: their layers or their choice of tokens differ too much
-# from those of the supported heads.
+# Heads that are known but not supported: their layers, or how they choose tokens, differ too much
+# from what the supported heads do.
 _BY_OTHERS = {
     "Eagle3DeepseekV2ForCausalLM",
     "Eagle3DeepseekV3ForCausalLM",

@@ -42,7 +42,7 @@ def watch(
 
 
 async def until_first_end(*works: Awaitable[None]) -> None:
-    """Run all `works` at once until the first of them ends, then cancel the others.
+    """Run all `works` at once. When the first work ends, cancel all other works.
 
     Raises what the ended work raised.
     """

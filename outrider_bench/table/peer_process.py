@@ -39,8 +39,8 @@ async def line_peer(
     """Start a process that answers each JSON line with a JSON line; it also gets `environment`.
 
     Waits for the line with which the process says that it is ready, because processes that load at
-    the same time would slow each other down. Those of vLLM would also overwrite each other's
-    compiled kernels.
+    the same time would slow each other down. Two processes of vLLM would also overwrite each
+    other's compiled kernels.
     The start and every later question raise PeerDied, with the end of the process's standard error,
     if the process dies.
     """

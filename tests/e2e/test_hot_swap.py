@@ -129,7 +129,7 @@ class Swapped:
 
 
 class Load:
-    """Requests without a pause, whose texts are compared with those of plain decoding."""
+    """Sends requests without a pause, and compares their texts with plain decoding's texts."""
 
     def __init__(self, client: Client, texts: list[list[int]]) -> None:
         self._client = client

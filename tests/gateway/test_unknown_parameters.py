@@ -1,4 +1,4 @@
-"""Parameters without effect are ignored; a setting decides whether unknown ones are refused."""
+"""Parameters without effect are ignored. A setting decides if unknown parameters are refused."""
 
 from __future__ import annotations
 

@@ -245,7 +245,7 @@ def runner_of(name: str, numbers: torch.dtype, config: str = "biases") -> ModelR
         dtype = torch.bfloat16 if int8 else numbers
         runner = cpu_runner(CONFIGS[config], dtype, int8=int8)
     # The decoder is there only if, in a trial, its logits were about as near to exact numbers as
-    # those of the model's own forward.
+    # the logits of the model's own forward.
     assert runner.decoder is not None
     return runner
 

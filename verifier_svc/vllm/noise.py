@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class _Text:
-    """What is known here of one request whose tokens are drawn here."""
+    """The state of one request whose tokens this module draws."""
 
     def __init__(self, drawing: Drawing) -> None:
         self.drawing = drawing

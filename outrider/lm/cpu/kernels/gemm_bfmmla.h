@@ -44,8 +44,8 @@ INLINE void add_part(const uint16_t *const (*x)[2], const char *weights, sums_of
       rows[i] = (bfloat16x8_t)vcombine_u16(vld1_u16(x[i][0] + line * PAIR),
                                            vld1_u16(x[i][1] + line * PAIR));
     for (int v = 0; v < LINE_VECTORS; v++) {
-      // Without this line, the compiler would load so many weights early that they do not fit the
-      // registers beside the sums.
+      // Without this statement, the compiler would load more weights early than fit the registers
+      // beside the sums.
       if (n > 1 && v % 2 == 0) __asm__ volatile("" ::: "memory");
       bfloat16x8_t columns = (bfloat16x8_t)vld1q_u16((const uint16_t *)from + v * 2 * PAIR);
       for (int i = 0; i < n; i++) sums[i][v] = vbfmmlaq_f32(sums[i][v], rows[i], columns);
