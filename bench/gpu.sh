@@ -64,10 +64,10 @@ compiled() {
 }
 
 # Provides the kernels for the drafter on the host's CPU: unpacks the libraries that `wheels`
-# compiled from today's sources, which include the engine's step, or else builds the kernels. The
+# compiled from today's sources (the engine's step is one of them), or else builds the kernels. The
 # build makes one library after the other, because they share object files.
 build_kernels() {
-  # Python prefers a library to the sources beside it, also to newer sources.
+  # Python prefers a library to the sources beside it, even if the sources are newer.
   local list=bench/out/compiled.list archive
   archive=$(compiled)
   [ "$(head -n 1 "$list" 2> /dev/null)" != "$archive" ] || return 0

@@ -35,7 +35,7 @@ from outrider_cli.prompts import DEMO_PROMPTS
 
 _STREAMS = 50
 _TOKENS = 96
-# So few tokens that, also on a busy machine, an answer ends within the 10 s in which a stopped
+# So few tokens that, even on a busy machine, an answer ends within the 10 s in which a stopped
 # process drains.
 _FEW_TOKENS = 16
 _CLIENTS = 4
@@ -317,7 +317,7 @@ async def _have_verifiers(client: httpx.AsyncClient, count: int) -> None:
 async def _restarted(container: str) -> str:
     """Wait for a killed container's restart; return whether "policy" or "start" restarted it.
 
-    Some engines do not apply the restart policy after `docker kill`; then `docker start` does it.
+    Some engines do not apply the restart policy after `docker kill`; there `docker start` is used.
     """
     await asyncio.sleep(3)
     if _docker("inspect", "--format", "{{.State.Running}}", container) == "true":

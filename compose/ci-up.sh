@@ -40,8 +40,9 @@ other_version=99.0.0 other_tag=outrider-ci-other
 rows=()
 : >"$log"
 
-# Variables of compose.yaml. The checks compare texts, so numbers must not depend on the batch:
-# float32. The bundled target is faster than the grown target, which has a check of its own.
+# Variables of compose.yaml. The checks compare texts, so the models compute in float32, in which
+# texts do not depend on the batch. The bundled target is faster than the grown target, which has a
+# check of its own.
 export COMPOSE_PROJECT_NAME=outrider-ci COMPOSE_PROFILES=cpu PYTHONPATH=$PWD
 export OUTRIDER_TAG=outrider-ci OUTRIDER_DTYPE=float32 OUTRIDER_TARGET=models/target
 export OUTRIDER_HTTP_PORT=${OUTRIDER_HTTP_PORT:-18000}
@@ -302,7 +303,8 @@ health() {
   if asks "$(verifier_address)" Nothing "$@"; then return 1; fi
 }
 
-# A host behind this one, in a network namespace of its own. The addresses are those for tests.
+# A host behind this one, in a network namespace of its own. The addresses are from the range that
+# is reserved for tests.
 outside=outrider-ci
 outside_address=198.18.0.2
 
@@ -334,7 +336,7 @@ reaches_outside() {
 }
 
 # The gateway is on a network with a way out, since its ports are published. It must reach the host
-# outside, which shows that this host answers; the other services must not reach it.
+# outside, which shows that the host answers; the other services must not reach this host.
 no_way_out() {
   local service status=0
   outside_up || { echo "no host outside could be made"; return 1; }

@@ -1,8 +1,8 @@
-"""Takes the pictures of the page that docs/observability.md shows.
+"""Takes the pictures in docs/observability.md, which show the gateway's page.
 
 Run `python docs/take_screenshots.py http://127.0.0.1:8000`. Needs the dev extra, Chromium, and the
-stack that `make serve` starts. For one picture an n-gram drafter is killed, which `make serve`
-restarts.
+stack that `make serve` starts. For one picture the script kills an n-gram drafter, and `make serve`
+starts it again.
 """
 
 from __future__ import annotations
@@ -40,26 +40,26 @@ def main(url: str) -> None:
 
 
 def both_ways(page: Page) -> None:
-    """The result of the first click."""
+    """Write one text both ways: the page's first button does this."""
     page.locator("#compare").click()
     page.locator("#same.good").wait_for()
 
 
 def pointed(page: Page) -> None:
-    """The same, with the pointer at a token."""
+    """Write one text both ways, and point at a token."""
     both_ways(page)
     page.locator(".token.accepted").nth(6).hover()
 
 
 def several(page: Page) -> None:
-    """Four texts on one timeline."""
+    """Write four texts at once, which share a timeline."""
     page.locator("#several").click()
     page.locator("#stop:disabled").wait_for(state="attached")
     page.locator("#same", has_text="tokens a second").wait_for()
 
 
 def chat(page: Page) -> None:
-    """A chat of two messages, the second one with a call of a tool."""
+    """Send a chat's two preset messages; the answer to the second calls a tool."""
     form = page.locator("#chat")
     for preset in form.locator(".presets button").all():
         preset.click()
@@ -69,7 +69,7 @@ def chat(page: Page) -> None:
 
 
 def loss(page: Page) -> None:
-    """A text goes on without its drafter, and later the drafter is back."""
+    """Kill a drafter while it drafts, and wait until it is back."""
     example = page.locator("#example-leave")
     example.get_by_role("button", name="Start the text").click()
     page.locator("#example-output .token").nth(100).wait_for(state="attached")

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from outrider.drafter.draft_sequence import DraftSequence
 
 # The exponent r of SSD's power law: how fast further guesses at one place become less likely. The
-# paper's own fits are about 1.
+# fits in SSD's paper are about 1.
 _EXPONENT = 1.0
 
 

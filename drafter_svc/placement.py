@@ -154,8 +154,8 @@ def plan(
     """Check the settings of a placement against the topology.
 
     Without cores and node, the system places the process (`local`). With cores, the process runs on
-    these cores; with a node alone, on all cores of the node (`cpu`). `grace` stands for the cores
-    of a Grace CPU's node, by default of the first node that has cores. Raises
+    these cores; with a node alone, on all cores of the node (both are `cpu`). `grace` stands for
+    the cores of a Grace CPU's node, by default of the first node that has cores. Raises
     OutriderError(INVALID_VALUE) that names the setting at fault and the possible values.
     """
     if cores is None and numa_node is None:

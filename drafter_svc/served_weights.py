@@ -23,7 +23,7 @@ _NO_VERIFIER = ModelInfo("", Stage.LOADING, "")
 
 
 class ServedWeights:
-    """The loaded family of a process, which `follow` loads again each time that it is asked to."""
+    """The loaded family of a process. After each `ask`, `follow` loads the family again."""
 
     loaded: Loaded
     """What new connections use. `load` sets it."""

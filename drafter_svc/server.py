@@ -81,8 +81,8 @@ async def serve(settings: DrafterSettings, place: PlacementPlan, metrics: Drafte
         streams = _streams(settings, place, server, metrics, weights)
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, streams.stop)
-        # Objects made by loading live as long as the process. Freeze them: a garbage collection
-        # that visited them again would delay a draft.
+        # Most objects made by loading live as long as the process. Freeze them: a garbage
+        # collection that visited them again would delay a draft.
         gc.collect()
         gc.freeze()
         with pushing_metrics(metrics.registry, SERVICE_NAME, metrics.drafter_id):

@@ -23,7 +23,7 @@ def guess(text: Sequence[int], count: int) -> Sequence[int]:
 def followers(text: Sequence[int], size: int, count: int) -> Sequence[int]:
     """The tokens that followed an earlier occurrence of the last `size` tokens.
 
-    Take the newest occurrence with `count` tokens after it; if there is none, the one with most.
+    Take the newest occurrence with `count` tokens after it, or else the one with most after it.
     """
     best: Sequence[int] = []
     for start in range(len(text) - size - 1, -1, -1):

@@ -1,1 +1,4 @@
-"""The gateway: text to tokens and back, OpenAI's HTTP API and gRPC. Touches no model."""
+"""The gateway: turns text into tokens and back, and serves HTTP APIs and gRPC.
+
+It touches no model.
+"""

@@ -17,8 +17,8 @@ from outrider.process.observability.request_id import request_id
 log = logging.getLogger("gateway.access")
 
 SCOPE_KEY = "outrider.access"
-"""Key of an ASGI scope whose value is the request's Access."""
-# Maps a path to the prefix of its answers' ids. All other ids begin with "req".
+"""A key in ASGI scopes. Its value is the request's Access."""
+# Maps a path to the prefix of its answers' ids. On all other paths, ids begin with "req".
 _PREFIXES = {
     "/v1/completions": "cmpl",
     "/v1/chat/completions": "chatcmpl",
@@ -28,8 +28,8 @@ _PREFIXES = {
     "/outrider.v1.GenerationService/GenerateText": "text",
 }
 _SHOWN_CHARACTERS = 200
-# Probes and scrapers request these paths every few seconds, and opening the page requests many
-# files. Successful answers to these requests are logged at debug.
+# Probes and scrapers request these paths every few seconds, and a browser that opens the page
+# requests many files. Successful answers to these requests are logged at the level debug.
 _QUIET = (
     "/livez",
     "/readyz",
@@ -48,7 +48,7 @@ class Access:
 
     request_id: str
     method: str
-    """HTTP's method, or gRPC."""
+    """The HTTP method, "gRPC", or "HTTP" for a request that the connection refused."""
     path: str
     """The path without its query, still percent-encoded; over gRPC the full name of the method."""
     client: str

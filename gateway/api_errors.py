@@ -27,7 +27,7 @@ from outrider.process.settings.usage import suggestion
 log = logging.getLogger(__name__)
 
 _MESSAGES = "/v1/messages"
-# Anthropic's error type for each HTTP status. All other statuses have invalid_request_error.
+# Anthropic's error types by HTTP status. A status that is not listed has invalid_request_error.
 _MESSAGES_TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -78,7 +78,8 @@ def messages_error(error: OutriderError, request_id: str) -> dict[str, object]:
     kind = _MESSAGES_TYPES.get(error.reason.kind.http, "invalid_request_error")
     shown: dict[str, object] = {"type": kind, "message": error.message}
     if error.reason is Reason.UNSUPPORTED_PARAMETER and error.field == "thread":
-        # Anthropic's tool runners then send this and all later requests without a thread.
+        # When Anthropic's tool runners get this detail, they send this request again, and all later
+        # requests, without `thread`.
         shown["details"] = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
     return {"type": "error", "error": shown, "request_id": request_id}
 
@@ -146,7 +147,7 @@ async def _validation_error(request: Request, error: RequestValidationError) -> 
 
 
 def _names_beside(model: Any, location: Sequence[str | int]) -> Iterable[str]:
-    """Return the names of all fields beside the parameter at `location`.
+    """Return the names of the fields of the object that holds the parameter at `location`.
 
     The result is empty if the parameter is within a list or a union.
     """
@@ -179,7 +180,10 @@ async def _http_error(request: Request, error: HTTPException) -> Response:
 
 
 def _instead(path: str) -> str:
-    """Return a hint for callers who left out or doubled /v1, or call, say, /v1/embeddings."""
+    """Return a hint for callers of a path that the gateway does not have.
+
+    They may have left out or doubled /v1, misspelt a path, or called, for example, /v1/embeddings.
+    """
     if path.startswith("/v1/v1/"):
         return "; the client adds /v1 itself, so its base URL ends before it"
     if f"/v1{path}" in (*_PATHS, "/v1/models"):

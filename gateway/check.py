@@ -10,7 +10,7 @@ from outrider.process.settings.check_config import check_address, check_certific
 
 
 def check(settings: GatewaySettings) -> None:
-    """Raise OutriderError that names a setting with which the gateway could not start."""
+    """Raise OutriderError if the gateway could not start. The error names the setting at fault."""
     for address in settings.verifier:
         check_address("verifier", address)
     check_address("grpc-listen", settings.grpc_listen)

@@ -1,6 +1,7 @@
-"""The gateway's Prometheus metrics, with vLLM's names and definitions under the prefix `outrider:`.
+"""The gateway's Prometheus metrics.
 
-Counters of drafts keep vLLM's own prefix, since `vllm bench serve` reads them.
+Metrics that vLLM has too have vLLM's names and definitions, under the prefix `outrider:`. Counters
+of drafts keep vLLM's own prefix, since `vllm bench serve` reads them.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ _LAG_EVERY_S = 0.02
 
 
 async def observe_lag(lag_s: Histogram) -> None:
-    """Keep observing how late the event loop wakes a task that sleeps 20 ms, in seconds."""
+    """Keep observing how many seconds too late the event loop wakes a task that sleeps 20 ms."""
     loop = asyncio.get_running_loop()
     while True:
         due = loop.time() + _LAG_EVERY_S

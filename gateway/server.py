@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 
 # A stopping gateway lets clients read the end of their answers for this long.
 _LAST_READ_S = 2.0
-# uvicorn waits for a request's task for this long. Each task ends long before.
+# uvicorn waits for a request's task for this long. Each task ends long before that.
 _CANCEL_S = 20
 
 
@@ -121,7 +121,7 @@ class Gateway:
         self.grpc_address = ""
 
     def _watch(self) -> None:
-        """Have the metrics read the gateway's state at each scrape."""
+        """Make the metrics read the gateway's state at each scrape."""
         metrics, router = self.metrics, self.router
         metrics.differing.set_function(lambda: len(router.differing))
         metrics.degraded.set_function(lambda: service_status(router)[0] == "degraded")
@@ -151,7 +151,7 @@ class Gateway:
         self.router.start(self._grpc.set_serving)
 
     async def stop(self) -> None:
-        """Refuse new requests, let running requests run for `drain_seconds`, and fail those left.
+        """Refuse new requests, let requests run for `drain_seconds`, and fail those that still run.
 
         Until everything has ended, new HTTP requests get an error: the gateway is shutting down.
         """
@@ -161,7 +161,7 @@ class Gateway:
         self._http.should_exit = True
         for task in self._tasks[:1]:
             await asyncio.wait({task}, timeout=_LAST_READ_S)
-            # The remaining clients neither read their answers nor finish their requests.
+            # Each client that remains does not read its answer, or does not finish its request.
             self._http.hang_up()
             await asyncio.wait({task})
         await grpc_stopped

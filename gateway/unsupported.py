@@ -1,4 +1,4 @@
-"""Refuses OpenAI's and vLLM's unsupported parameters, except with values that change nothing."""
+"""Refuses unsupported parameters of OpenAI, vLLM and SGLang whose values change something."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ _HINTS = {
     "documents": "; give them in a message",
     "truncate_prompt_tokens": "; a prompt that is too long is refused",
 }
-# SGLang's and older spellings of a grammar, and the parameter that takes the value instead.
+# Maps SGLang's or an older name of a grammar to the parameter that takes the value instead.
 _REPLACED = {
     "choice": "structured_outputs.choice",
     "ebnf": "structured_outputs.grammar",

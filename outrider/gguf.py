@@ -46,9 +46,10 @@ def pretrained(model: str) -> str:
 def unpacked(file: str) -> Path:
     """Return the directory with the model, tokenizer and chat template of a GGUF file.
 
-    If the model is in shards, `file` is any shard. The hash of the content names the directory, so
-    a changed file is unpacked anew. One process unpacks, and others wait. Raises OutriderError:
-    MODEL_NOT_FOUND if the file is missing, INVALID_VALUE if it cannot be unpacked.
+    If the model is in several files (shards), `file` may be any of them. The hash of the content
+    names the directory, so a changed file is unpacked anew. One process unpacks, and others wait.
+    Raises OutriderError: MODEL_NOT_FOUND if the file is missing, INVALID_VALUE if it cannot be
+    unpacked.
     """
     shards = _shards(file)
     directory = _cache() / _digest(shards)

@@ -94,7 +94,7 @@ class ScriptedVerifier:
         self.refusal: status_pb2.Status | None = None
         """While a refusal is set, each new stream ends with it."""
         self.refuses_every_call = False
-        """True if GetModel ends with the refusal too, as it does for a wrong certificate."""
+        """True if GetModel ends with the refusal too, as verifiers do for a wrong certificate."""
         self.attempts: list[float] = []
         """Times, by time.monotonic, when streams came and when calls of GetModel were refused."""
         self.streams: asyncio.Queue[DraftStream] = asyncio.Queue()

@@ -35,9 +35,10 @@ def model_file(model: str, name: str) -> Path | None:
     """Return the path of a model's file; None when the model has no file of this name.
 
     `model` is a directory, a GGUF file or a Hugging Face hub id. If the hub cannot be reached, a
-    model whose config.json is cached has only the files that are cached. Raises
+    model whose config.json is cached counts as having only the cached files. Raises
     OutriderError(MODEL_NOT_FOUND) if `model` is no directory, no GGUF file and no model of the hub,
-    cached or online; and what `check_model_folder` and `outrider.gguf.pretrained` raise.
+    cached or online, or if the hub refuses access to it; and what `check_model_folder` and
+    `outrider.gguf.pretrained` raise.
     """
     directory = Path(pretrained(model))
     if directory.is_dir():
@@ -112,10 +113,10 @@ def load_tokenizer(model: str) -> Tokenizer:
 def end_token_ids(model: str, vocab_size: int) -> tuple[int, ...]:
     """Return the tokens that end an answer, read from the files of a model; log them.
 
-    `model` is a directory, GGUF file or hub id. The first file that names such tokens counts, of
-    generation_config.json, config.json, and the files that name the tokenizer's eos_token. The
-    default end token of the model's type never counts, because in this model that id may stand for
-    any token. Ids of `vocab_size` or above are left out. Raises OutriderError(MODEL_NOT_FOUND) when
+    `model` is a directory, GGUF file or hub id. Of generation_config.json, config.json, and the
+    files that name the tokenizer's eos_token, the first that names such tokens counts. The default
+    end token of the model's type never counts, because in this model that id may stand for any
+    token. Ids of `vocab_size` or above are left out. Raises OutriderError(MODEL_NOT_FOUND) when
     there is no such model, and OutriderError(INVALID_VALUE) when a file has something else in place
     of ids.
     """

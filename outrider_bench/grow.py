@@ -3,11 +3,11 @@
 The grown model is as slow as a real model of its size, while text and acceptance stay the small
 model's. So speed can be measured without a download of weights.
 
-The first columns of the hidden state hold the small model's values, the rest hold zeros. Weights
-that write to the hidden state, and the weights of `lm_head`, are padded with zeros. Weights that
-read the hidden state are padded with noise, which is multiplied by zeros. RMSNorm takes the mean
-square over the larger width; its weights and epsilon are scaled to cancel the difference. Added
-heads and neurons write zeros, and added layers are identities.
+The first columns of the hidden state hold the small model's values, and all other columns hold
+zeros. Weights that write to the hidden state, and the weights of `lm_head`, are padded with zeros.
+Weights that read the hidden state are padded with noise, which is multiplied by zeros. RMSNorm
+takes the mean square over the larger width; its weights and epsilon are scaled to cancel the
+difference. Added heads and neurons write zeros, and added layers are identities.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-# Noise is drawn once and repeated: drawing it for each of 8 B parameters takes minutes. The count
-# is a prime, so that rows differ.
+# Noise is drawn once and repeated: drawing it for each of 8 B parameters would take minutes. The
+# count is a prime, so that rows differ.
 _NOISE_COUNT = 1_000_003
 
 

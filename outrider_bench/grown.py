@@ -1,4 +1,4 @@
-"""Makes targets grown to any shape, and their heads, and keeps them for later runs."""
+"""Makes grown targets of any shape and heads for them, and keeps both for later runs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LARGE = Shape(hidden=1280, layers=24, heads=20, kv_heads=4, intermediate=3456)
 
 
 def grown_checkpoint(small: Path, directory: Path, shape: Shape, dtype: str) -> Path:
-    """Return the path of the grown checkpoint with its tokenizer, in `directory`.
+    """Return the path of the grown checkpoint, which is in `directory` and has its tokenizer.
 
     The function makes the checkpoint on first use.
     """
@@ -24,7 +24,7 @@ def grown_checkpoint(small: Path, directory: Path, shape: Shape, dtype: str) -> 
 
 
 def modest_target(small: Path, dtype: str) -> Path:
-    """Return the path of the target of experiments, grown to 154 M parameters.
+    """Return the path of the target for experiments: `small`, grown to 154 M parameters.
 
     The function makes the checkpoint on first use.
     """

@@ -1,7 +1,7 @@
 """`outrider lab bench --only host`: the engine's time for a step with a model that costs nothing.
 
-The command also measures which part of this time delays the next forward on a GPU; the rest of the
-work is done while the GPU computes.
+The command also measures which part of this time delays the next forward on a GPU. The host does
+its other work while the GPU computes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from verifier_svc.verification.batch import DraftVerifier, Verification, Verifie
 _VOCAB = 256
 _BATCHES = (1, 16, 32, 64, 256)
 _STEPS = 60
-# Wheels have a compiled step.
+# In a wheel, the engine's step is compiled.
 _COMPILED = not str(sys.modules[Engine.__module__].__file__).endswith(".py")
 
 
@@ -101,9 +101,9 @@ class LaunchedStep(NamedTuple):
     """The host's processor time of a step on a GPU, in seconds."""
 
     delay_s: float
-    """From the step's tokens to the next launch: drafts taken and packed, tokens committed."""
+    """Time from a step's tokens to the next launch, to commit tokens, and take and pack drafts."""
     beside_s: float
-    """From the launch to the wait for the tokens, without verification, which the GPU does."""
+    """Time from a launch to the wait for its tokens, without verification, which the GPU does."""
 
 
 class _NullModel:
@@ -156,10 +156,10 @@ class _TimedVerifier:
 
 
 def step_seconds(batch: int, *, drafts: bool) -> list[float]:
-    """Return the processor time of steps of `batch` decoding sequences, without the first five.
+    """Return the processor times of steps of `batch` decoding sequences.
 
-    The times are in seconds. A step takes drafts, and makes messages to clients and drafters, but
-    sends none of these messages.
+    The first five steps are left out. The times are in seconds. A step takes drafts, and makes
+    messages to clients and drafters, but sends none of these messages.
     """
     times = []
     for step in _steps(batch, drafts, _NullModel(), DraftVerifier(), launches=False):

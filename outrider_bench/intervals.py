@@ -19,8 +19,8 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
     """Return the 95 % interval of the median, by bootstrap over rounds.
 
     The interval depends only on the values, and never leaves their range. With fewer than six
-    values it mostly is their whole range; the range of three misses the true median in one of four
-    cases.
+    values it mostly is their whole range. The range of three values misses the true median in one
+    of four cases.
     """
     low, high = np.quantile(_medians(values, np.random.default_rng(0)), _QUANTILES)
     return float(low), float(high)
@@ -56,7 +56,7 @@ def of_allowed(ratio: float, tokens: float, plain_tokens: float = 1.0) -> float:
     """Return a speed-up over plain decoding, divided by the speed-up that tokens per forward allow.
 
     A forward with draft tokens takes at least as long as a plain forward, so `ratio` is at most
-    `tokens` over `plain_tokens`, both per sequence and forward. A larger ratio means that plain
-    decoding was disturbed.
+    `tokens` over `plain_tokens`. Both count tokens per sequence and forward. A larger ratio means
+    that plain decoding was disturbed.
     """
     return ratio * plain_tokens / tokens

@@ -1,4 +1,4 @@
-"""The bundled prompts of experiments: the demo's, chats, and prompts with a grammar for answers."""
+"""The bundled prompts of experiments: the demo's prompts, chats, and prompts with a grammar."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ KINDS = {
 }
 """For each kind of an experiment, pairs (the demo's name of the kind, prompt).
 
-Chats are rendered in the bundled pair's template.
+Chats are already in the form of the bundled pair's template.
 """
 
 

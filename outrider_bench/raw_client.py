@@ -24,7 +24,7 @@ class FailedAnswer(RuntimeError):
 
 
 def asks(body: Mapping[str, Any], headers: Mapping[str, str]) -> bytes:
-    """Return the bytes of `POST /v1/completions`."""
+    """Return the bytes of a request `POST /v1/completions`."""
     content = json.dumps(body).encode()
     # With `Connection: close`, the server hangs up even after an error. Without it, the error would
     # look like a slow answer.

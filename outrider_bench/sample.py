@@ -9,7 +9,7 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 PER_POSITION = "spec_decode_num_accepted_tokens_per_pos."
-"""Prefix of the keys that count accepted draft tokens at a position in the draft, from 0."""
+"""Prefix of the keys that count accepted draft tokens by position in the draft, counted from 0."""
 
 
 @dataclass(slots=True)
@@ -73,7 +73,7 @@ def _tokens_by(at: float, first: float, last: float, count: int) -> float:
 
 async def counters(port: int) -> dict[str, float]:
     """Return the Prometheus counters of a local process, keyed by `counter_keys`."""
-    # Reading the system's certificates takes longer than the request, on the measured cores.
+    # Reading the system's certificates would occupy the measured cores for longer than the request.
     async with httpx.AsyncClient(verify=False) as client:
         text = (await client.get(f"http://127.0.0.1:{port}/metrics")).text
     values: dict[str, float] = {}
@@ -85,7 +85,7 @@ async def counters(port: int) -> dict[str, float]:
 
 
 def counter_keys(name: str, labels: Mapping[str, str]) -> list[str]:
-    """Return a counter's keys: its name with the label of its phase, result or position from 0.
+    """Return a counter's keys. The first is its name with its label for phase, result or position.
 
     Counters of drafts have a second key, with the drafter's family before it, as in
     `ngram:spec_decode_num_drafts`. The list is empty if the metric is not a counter.

@@ -2,7 +2,7 @@
 
 The command loads the target, which a head's drafter process does not. So if the head's file may
 mean several sets of the target's layers, the command can tell which interpretation fits. A verifier
-with a head in its process chooses the interpretation with the same text.
+with a head in its process uses the same text to choose the interpretation.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ class Answer:
     """An answer's text and statistics.
 
     `speculative` is the answer's `metrics.speculative_decoding`, None for plain decoding. `paused`
-    says why most steps had no draft, as in docs/api.md; None if most steps had a draft.
+    says why at least half of the steps had no draft (docs/api.md); None if the answer does not say.
     """
 
     text: str

@@ -1,9 +1,9 @@
 """`outrider demo`: compares plain decoding with each drafter on real prompts.
 
-The processes are those of `outrider serve`: the head drafts in the verifier's process, the other
-drafters in their own. The command prints one table for each target. On the bundled pair in float32,
-every draft is verified and all texts must be identical. On SmolLM2 in bfloat16, drafts are verified
-where they pay, which shows the speed.
+The processes are those of `outrider serve`; for example, the head drafts in the verifier's process.
+The command prints one table for each target. On the bundled pair in float32, every draft is
+verified and all texts must be identical. On SmolLM2 in bfloat16, drafts are verified where they
+pay, which shows the speed.
 """
 
 from __future__ import annotations

@@ -15,7 +15,8 @@ from outrider_cli.client import Answer
 
 _SHOWN_CHARACTERS = 400
 _CAPTION = "greedy; each asked twice in turns, and the quicker answer counts; on this machine, now"
-# Maps a reason why most steps had no draft to a sentence; docs/api.md has the table.
+# Has a sentence for each reason why at least half of the steps had no draft. docs/api.md has the
+# table of these reasons.
 _PAUSES = {
     "no_drafter": "no drafter works on such a text",
     "too_slow": "too few guesses would be accepted for the longer steps that check them",

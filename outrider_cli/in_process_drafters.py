@@ -1,8 +1,8 @@
 """Drafters in the verifier's process.
 
-The verifier and the families do not import each other; this module joins them. A drafter is the
-same as in a separate process, but its messages do not pass through gRPC, and features are tensors
-on the target's device. On a GPU, two processes would get the device in turns.
+The verifier and the families do not import each other; this module joins them. A drafter works as
+in a separate process, but its messages do not pass through gRPC, and features are tensors on the
+target's device. On a GPU, two processes would get the device in turns.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ async def load_drafters(
 ) -> list[InProcessDrafter]:
     """Load drafters one after the other, before the target takes the rest of a GPU's memory.
 
-    Other interpretations of a head's file are tried when the target is loaded. The drafters'
-    metrics are added to the verifier's. Raises OutriderError(INVALID_VALUE) for a drafter that does
-    not fit the target, or for two drafters with one name.
+    If a head's file has several interpretations, one is chosen once the target is loaded. The
+    drafters' metrics are added to the verifier's. Raises OutriderError(INVALID_VALUE) for a drafter
+    that does not fit the target, or for two drafters with one name.
     """
     found: dict[str, InProcessDrafter] = {}
     counts = []
@@ -139,7 +139,7 @@ async def _load(
 
 
 def _in_process_memory_share(share: float, device: torch.device) -> float:
-    """Return a drafter's share of a GPU's memory, plus the memory that this process holds."""
+    """Return a drafter's share of a GPU's memory plus the share that this process holds already."""
     import torch
 
     if device.type != "cuda":

@@ -1,6 +1,6 @@
 """The `outrider` command. Each command imports what it needs, so that `--help` answers at once.
 
-With this module, only the names of the drafters' families are loaded.
+This module itself loads nothing of the services but the names of the drafters' families.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def _add_to_lab(name: str, text: str) -> None:
 def _tls_option(name: str, text: str) -> Callable[[_Command], _Command]:
     """Return a command-line option for the path of a file that mutual TLS needs.
 
-    The option also reads the environment variables of all processes.
+    Without the flag, the gateway's, the verifier's or the drafter's environment variable counts.
     """
     processes = ("GATEWAY", "VERIFIER", "DRAFTER")
     variables = [f"OUTRIDER_{process}_TLS_{name.upper()}" for process in processes]

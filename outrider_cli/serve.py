@@ -49,7 +49,7 @@ def run(settings: ServeSettings) -> int:
 
 
 def _check_models(settings: ServeSettings) -> None:
-    """Raise OutriderError for the first model or head that no process would find."""
+    """Raise OutriderError for the first model or head that the processes would not find."""
     from outrider.tokenizer import model_file  # loads the hub's library
 
     for model in _models(settings):
@@ -71,8 +71,8 @@ def _models(settings: ServeSettings) -> list[str]:
 async def supervise(stack: Stack, settings: ServeSettings) -> int:
     """Run the stack's processes, and return the exit status.
 
-    Ends at SIGINT or SIGTERM (0), when a process cannot start (1), or when nobody reads the log
-    any more (1).
+    Ends at SIGINT or SIGTERM (0), when a process cannot start or the supervision fails (1), or when
+    nobody reads the log any more (1).
     """
     stop: asyncio.Future[int] = asyncio.get_running_loop().create_future()
     output = Output(_stdout(), functools.partial(_stop_soon, stop))

@@ -121,7 +121,7 @@ def _is_in_process(settings: ServeSettings, spec: DrafterSpec) -> bool:
 
 
 def gpu_of(device: str) -> int | None:
-    """Return the number of the GPU that the value of a `device` stands for; None for a CPU."""
+    """Return the number of the GPU that the setting `device` means; None for a CPU."""
     kind, _, number = device.partition(":")
     if kind == "cpu" or (kind == "auto" and not _has_gpu()):
         return None
@@ -201,7 +201,7 @@ def _common_options(settings: ServeSettings, spec: DrafterSpec) -> dict[str, str
         options["target"] = settings.target
     if spec.runs_model:
         options["dtype"] = settings.dtype
-        # A model with its own cores runs one thread on each.
+        # A model with its own cores runs one thread on each core, any other model only one thread.
         if "cores" not in spec.options:
             options["threads"] = "1"
     return options

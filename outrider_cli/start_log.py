@@ -1,9 +1,9 @@
-"""Shows the output of `outrider serve` and `outrider demo` while their processes start.
+"""Shows the start of the processes of `outrider serve` and `outrider demo`.
 
 The start is shown as one status: on a terminal a line with a spinner, elsewhere a plain line for
-each change. The processes' warnings, errors and tracebacks appear at once, and so do the gateway's
-guesses about the model. Other INFO records and announcements are not shown: they only repeat the
-status, or say that one process waits for another.
+each change. `outrider serve` also shows the processes' warnings, errors and tracebacks at once, and
+the gateway's guesses about the model. Other INFO records and announcements are not shown: they only
+repeat the status, or say that one process waits for another.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ class Supervisor:
     """Keeps children running from `start` to `stop`."""
 
     def __init__(self, show: Callable[[str, str], None]) -> None:
-        """Calls `show` with the child's name for each line that the child prints."""
+        """The supervisor calls `show` with a child's name and each line that the child prints."""
         self.children: list[Child] = []
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Holds the exception of the first task that failed; the caller must then `stop`."""
@@ -150,7 +150,7 @@ class Supervisor:
             # The machine may be out of memory or of processes just now.
             return f"could not be run: {error}", True
         if self._stopping.is_set():
-            # `stop` could not signal the child earlier.
+            # When `stop` sent its signals, this child did not run yet.
             _signal(child, signal.SIGKILL)
         output = child.process.stdout
         while output is not None and (line := await _line(output)):
@@ -200,7 +200,7 @@ async def _drain(child: Child) -> None:
 
 
 async def _line(output: asyncio.StreamReader) -> bytes:
-    """Return the next line, or a piece of a line that is longer than the reader's buffer."""
+    """Return the next line, or if it is longer than the reader's buffer, a piece of it."""
     try:
         return await output.readuntil()
     except asyncio.IncompleteReadError as end:

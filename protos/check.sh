@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # Checks the protos' style, and that they break nothing that a version has frozen. To test the
-# second check, removes a field from a copy of the protos: this copy must fail it. BUF names the
-# program buf (npm: @bufbuild/buf).
+# second check, the script removes a field from a copy of the protos, and the check must fail for
+# this copy. BUF names the program buf (npm: @bufbuild/buf).
 set -euo pipefail
 cd "$(dirname "$(realpath "$0")")"
 buf=${BUF:-buf}
-# compatible FOLDER RELEASED: if the protos in FOLDER break those in RELEASED, prints how, and
-# fails.
+# compatible FOLDER RELEASED: if the protos in FOLDER break what the file RELEASED has frozen,
+# prints how, and fails.
 compatible() { (cd "$1" && "$buf" breaking . --path outrider/v1 --against "$2"); }
 
 "$buf" lint

@@ -1,9 +1,9 @@
 """Builds the wheel of outrider-protos from the protos and the code generated from them.
 
 The code stays in `outrider/v1` beside this folder, so that there is one copy of it. In the wheel it
-is in a folder of its own, which a .pth file adds to the end of Python's path: `import outrider.v1`
-works without Outrider, and where both are installed, Outrider's own `outrider.v1` comes first, and
-no file belongs to two packages.
+is in a folder of its own, which a .pth file adds to the end of Python's path. So `import
+outrider.v1` works without Outrider. Where both packages are installed, Outrider's own `outrider.v1`
+comes first, and no file belongs to both packages.
 """
 
 import re

@@ -17,7 +17,7 @@ def accept(
 ) -> list[AcceptResult]:
     """Accept or reject every draft of a batch at once.
 
-    In the engine, the `Acceptance` is laid out while a GPU computes the forward.
+    The engine, unlike this function, lays out the `Acceptance` while a GPU computes the forward.
     """
     staging = Staging(logits_RV.device)
     acceptance = Acceptance(drafts, staging, TokenCounts(), synthetic_rates)

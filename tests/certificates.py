@@ -61,7 +61,7 @@ class Site:
 def trusting(ca: Path, tls: Tls | None) -> ssl.SSLContext:
     """Return the TLS context of a client that trusts an authority.
 
-    If `tls` is given, the client shows its certificate.
+    If `tls` is given, the client shows the certificate of `tls`.
     """
     context = ssl.create_default_context(cafile=str(ca))
     if tls is not None:

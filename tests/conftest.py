@@ -1,4 +1,4 @@
-"""Sets Hypothesis' profile, and variables that libraries read once, when they are imported.
+"""Sets Hypothesis' profile, and variables that each library reads once, when it is imported.
 
 PyTorch gets one thread, since several test processes run at once. Garbage is collected seldom.
 

@@ -61,7 +61,7 @@ class Far(torch.Tensor):
         return DEVICE
 
     def tolist(self) -> Any:
-        """Return the numbers, after the copy to the host that torch makes for a GPU."""
+        """Return the numbers, after the copy to the host that torch makes of a GPU's tensor."""
         return self.cpu().tolist()
 
     def __getitem__(self, index: Any) -> torch.Tensor:
@@ -97,7 +97,7 @@ class FakeDevice(TorchDispatchMode):
         """`on_wait` is called at each wait."""
         super().__init__()
         self.operators = 0
-        """Operators on the device that are no views and no copies from or to the host."""
+        """Operators on the device that are neither views nor copies from or to the host."""
         self.copies = 0
         """Copies from the host."""
         self.waits = 0
@@ -140,7 +140,10 @@ class FakeDevice(TorchDispatchMode):
         return call
 
     def _factory(self, make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        """Return a function that makes a tensor; a copy to a given device is a blocking copy."""
+        """Return a function that makes a tensor on the CPU and, given a device, copies it there.
+
+        The copy blocks.
+        """
 
         def call(*args: Any, device: torch.device | None = None, **kwargs: Any) -> torch.Tensor:
             made = make(*args, **kwargs)
@@ -234,4 +237,7 @@ _KERNELS: dict[str, Callable[..., Any]] = {
     "outrider.sampling.penalty_kernel.penalise": _penalise,
     "outrider.sampling.noise_kernel.coupled_sample": _coupled_sample,
 }
-"""Replacements of kernels that only a GPU runs, keyed by name. Each counts as one operator."""
+"""Replacements for kernels that our code calls only on a GPU, keyed by name.
+
+Each counts as one operator.
+"""

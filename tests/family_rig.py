@@ -27,7 +27,7 @@ def opened_sequence(
     distribution: DraftDistribution = DraftDistribution.ONE_HOT,
     **more: Any,
 ) -> Opened:
-    """Return a sequence for which the verifier takes `draft_tokens` tokens in each step.
+    """Return a sequence for which the verifier can use `draft_tokens` draft tokens in each step.
 
     The sequence is greedy by default.
     """
@@ -47,7 +47,7 @@ class Rig:
     def commit(
         self, sequence_id: int, *new: int, window: Window | None = None, tree_tokens: int = 0
     ) -> None:
-        """Send a verdict with these tokens; by default the window stays."""
+        """Send a verdict with these tokens; by default the window stays as it is."""
         sequence = self.session.sequences[sequence_id]
         length = len(sequence.tokens) + len(new)
         draft_tokens = sequence.draft_tokens
@@ -64,7 +64,7 @@ class Rig:
         return await self.session.round(interrupted)
 
     async def drafts(self) -> DraftBatch:
-        """Return the messages of all rounds until one is empty."""
+        """Return the messages of all rounds until a round has none."""
         sent = DraftBatch()
         while (batch := await self.draft()).proposals or batch.skips:
             sent.proposals += batch.proposals

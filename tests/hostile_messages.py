@@ -1,8 +1,8 @@
-"""Messages for property tests: random and extreme values, valid messages changed, broken bytes.
+"""Messages for property tests: random and extreme values, changed valid messages, broken bytes.
 
 The strategies are built from protobuf descriptors, so they know every field of every message.
-`fuzzing` bounds a test: a fixed set of examples, or many random ones with
-`--hypothesis-profile=long`.
+`fuzzing` gives a test a fixed set of examples or, with `--hypothesis-profile=long`, many random
+ones.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _SMALL = st.integers(0, 12)
 
 
 def _integers(least: int, most: int) -> st.SearchStrategy[int]:
-    """Return small numbers, the ends of the type's range and their neighbours, and any others."""
+    """Return small numbers, the range's ends and their neighbours, and any others in the range."""
     ends = [least, least + 1, most - 1, most, 2**31 - 1, 2**16]
     return _SMALL | st.sampled_from(ends) | st.integers(least, most)
 
@@ -119,7 +119,7 @@ def _varint(number: int) -> bytes:
 
 @st.composite
 def _stray_field(draw: st.DrawFn, descriptor: Descriptor) -> bytes:
-    """Return bytes of a field that the message lacks, or of its own field with any wire type.
+    """Return bytes of a field that the message lacks, or of one that it has, with any wire type.
 
     The wire type 2 has a length, 3 and 4 begin and end a group, and 6 and 7 do not exist.
     """

@@ -97,7 +97,7 @@ class LateStreams(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Queue an operator that computes on late tensors; run other operators, such as views."""
+        """Queue an operator that computes on late tensors; run others, such as views, at once."""
         found = func(*args, **(kwargs or {}))
         tensors = [each for each in tree_leaves(args) if isinstance(each, torch.Tensor)]
         late = any(each.untyped_storage().data_ptr() in self._makers for each in tensors)

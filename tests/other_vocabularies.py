@@ -89,7 +89,7 @@ def _tokenizer() -> Any:
 
 
 def save_llama_like(folder: Path, texts: Sequence[str]) -> None:
-    """Train a tokenizer that is built like the tokenizer of Llama 2 on `texts`, and write it.
+    """Train, on `texts`, a tokenizer that is built like the tokenizer of Llama 2, and write it.
 
     The tokenizer puts <s> and a blank before a text, does not split words, and has tokens for
     bytes.

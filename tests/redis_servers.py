@@ -125,14 +125,14 @@ class Deployment:
 
     @property
     def url(self) -> str:
-        """The URLs of all servers of the deployment."""
+        """The URLs of all servers in `data`, separated by commas."""
         scheme = "rediss" if self.tls else "redis"
         options = f"?ssl_ca_certs={self.tls.ca}" if self.tls else ""
         ports = [process.port for process in self.data]
         return ",".join(f"{scheme}://outrider@127.0.0.1:{port}{options}" for port in ports)
 
     def reached_with(self, password_file: Path) -> RedisServer:
-        """Return the server's address, and how to log in with this password."""
+        """Return the deployment's addresses, and how to log in with this password."""
         return RedisServer.parse(self.url, password_file, is_cluster=self.is_cluster)
 
     @property

@@ -18,7 +18,7 @@ _PROGRAM = (sys.executable, "-m", "outrider_cli.main")
 def serving(
     log: Path, *arguments: str, program: Sequence[str] = _PROGRAM, at: Path = ROOT
 ) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
-    """Start `outrider serve` on free ports in a folder; yield its process and URL when ready.
+    """Start `outrider serve` in a folder, on free ports; yield its process and URL when ready.
 
     `program` is the command `outrider`.
     """

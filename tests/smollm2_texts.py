@@ -86,7 +86,7 @@ def is_chat(index: int) -> bool:
 
 
 def smollm2() -> str:
-    """Return the model's file; skip the test without it."""
+    """Return the model's file; skip the test if it is missing."""
     try:
         return gguf_file()
     except OutriderError as error:

@@ -253,7 +253,7 @@ class Client:
 
     @asynccontextmanager
     async def drafter(self, name: str, **hello: Any) -> AsyncIterator[RawDrafter]:
-        """Yield a drafter of the verifier's tokenizer that has sent its Hello."""
+        """Yield a drafter with the verifier's tokenizer, which has sent its Hello."""
         fingerprint = (await self.model()).tokenizer_fingerprint
         fields = {"tokenizer_fingerprint": fingerprint, "max_draft_tokens": 16, **hello}
         drafter = RawDrafter(self.channel, name, **fields)
@@ -278,7 +278,7 @@ class Client:
     ) -> Answers:
         """Return the answers to these prompts; `at_once` requests run at once.
 
-        Each answer has `max_tokens` tokens, whatever its end tokens are.
+        Each answer has `max_tokens` tokens, even if an end token comes earlier.
         """
         found = Answers()
         for first in range(0, len(prompts), at_once):

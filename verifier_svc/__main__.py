@@ -30,9 +30,10 @@ def run(
     serve: Callable[[_Settings, VerifierMetrics], Coroutine[Any, Any, None]] = _serve,
     check: Callable[[_Settings], None] = check,
 ) -> None:
-    """Run the verifier; exit with status 1 and an error sentence if `serve` raises OutriderError.
+    """Run the verifier; with `--check-config`, only `check` the settings.
 
-    With `--check-config`, only `check` the settings.
+    If libraries are missing, or `serve` raises OutriderError, exit with status 1 and an error
+    sentence.
     """
     # This import is not at the top, so that `--help` answers at once.
     import uvloop

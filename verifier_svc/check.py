@@ -16,9 +16,9 @@ from verifier_svc.config import VerifierSettings
 
 
 def check(settings: VerifierSettings) -> None:
-    """Raise OutriderError if the verifier could not start.
+    """Raise OutriderError if a setting or a missing library keeps the verifier from starting.
 
-    The error names the setting at fault, or the missing libraries. Loading the target may still
+    The error names the setting or the libraries. If nothing is raised, loading the target may still
     fail: only loading shows bad weights or too little memory.
     """
     need_models()

@@ -296,7 +296,7 @@ class VerifierMetrics:
         self._answers.clear()
 
     def joined(self, drafter: Drafter) -> None:
-        """Record a drafter that joined; only its last `_VERSIONS` weights versions keep counts."""
+        """Record a drafter that joined; keep counts of its last `_VERSIONS` versions of weights."""
         named = self._labels(drafter)
         if self._joined.setdefault(drafter.id, named) != named:
             # A drafter that names another family on every stream must not add series each time.
@@ -405,7 +405,7 @@ class VerifierMetrics:
     ) -> None:
         """Record a drafter's `drafted` tokens of a verified tree.
 
-        `places` has the index in the accepted path of each of the drafter's accepted tokens. The
+        `places` has, for each accepted token of the drafter, its index in the accepted path. The
         tree counts as a draft only of the drafter that `leads`: the drafter of the main path's
         first token.
         """

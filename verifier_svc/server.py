@@ -269,7 +269,7 @@ class Loader:
         """Make forwards keep the hidden states that the settings and this process's drafters name.
 
         Raises OutriderError(INVALID_VALUE) if the target has no such state, or if a folder that the
-        settings name is no head of the target with a projection.
+        settings name does not hold a head of the target that has a projection.
         """
         settings = self._settings
         found = load_projections(

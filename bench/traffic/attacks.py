@@ -3,8 +3,8 @@
     python bench/traffic/attacks.py --keys VICTIM ATTACKER ATTACKER --stack PID guard_bomb n64
 
 PID is the process of `outrider serve`. The victim reads plain answers of 50 tokens, one after the
-other. Every half second, it also asks for an answer with a new grammar. The attackers run in a
-separate process. Each attack runs for 12 s.
+other, or --at-once of them side by side. It also asks for answers with new grammars, half a second
+after the last such answer. The attackers run in a separate process. Each attack runs for 12 s.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Attacker:
         await self.complete(prompt="def f(x):", max_tokens=1900, n=64, ignore_eos=True)
 
     async def events(self, count: int) -> None:
-        """Read /events `count` / 2 times, after 150 drafters have joined and left."""
+        """Read /events `count` / 2 times at once, after 150 drafters have joined and left."""
 
         async def read() -> None:
             async with self.http.stream("GET", "/events") as answer:
@@ -92,7 +92,7 @@ class Attacker:
         await asyncio.gather(*[read() for _ in range(count // 2)])
 
     async def skips(self) -> None:
-        """Eight drafters that answer each verdict with ten messages of 4,096 skips."""
+        """Run eight drafters that answer each verdict with ten messages of 4,096 skips."""
         async with self._verifier() as (stub, info):
             names = [f"{self.name}-{number}" for number in range(8)]
             await asyncio.gather(*[self._flood(stub, info, name) for name in names])
@@ -145,7 +145,7 @@ class Attacker:
 
 
 def grammar_workers(stack: int) -> Iterator[int]:
-    """Yield the processes below the process `stack` in which grammars are compiled."""
+    """Yield the descendants of process `stack` that compile grammars, or fork such processes."""
     parents: dict[int, int] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
@@ -212,7 +212,7 @@ async def grammars(victim: Attacker, until: float) -> tuple[Counter[str], list[f
 async def measure(given: argparse.Namespace, name: str) -> None:
     attacking = multiprocessing.get_context("spawn").Process(target=begin, args=(given, name))
     attacking.start()
-    await asyncio.sleep(3.0)  # the process starts, and the attack is under way
+    await asyncio.sleep(3.0)  # meanwhile the process starts, and the attack begins
     until = time.perf_counter() + ATTACK_S - 3.0
     victim = Attacker(given, given.keys[0])
     reading = [plain(victim, until) for _ in range(given.at_once)]

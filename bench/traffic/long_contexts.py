@@ -1,13 +1,14 @@
-"""Ask long chats of a running gateway, and print a table of times, tokens, cache hits and memory.
+"""Send long chats to a running gateway, and print a table of times, tokens, cache hits and memory.
 
     outrider serve smollm2 &
     python bench/traffic/long_contexts.py --port 8000 1024 4096 7900
 
 A length is the number of tokens of a file in the user's message. The first turn is asked without
 drafts, then with drafts where they pay, then with drafts in every step. The second and third time,
-its prompt is in the prefix cache. A second turn follows. At last a short chat is read beside new
+its prompt is in the prefix cache. A second turn follows. At last a short chat streams beside new
 prompts of these lengths. Begin with a new verifier, whose cache has none of the prompts. On a busy
-machine, give --pid, and one thread to the verifier: its processor time says more than the clock.
+machine, give the verifier one thread, and its process as --pid: the verifier's processor time says
+more than the clock.
 """
 
 from __future__ import annotations
@@ -137,7 +138,7 @@ def ask(
 
 
 def file_of(client: httpx.Client, tokens: int) -> str:
-    """The first tokens of some sources of Python."""
+    """The first tokens of the sources of some Python modules."""
     source = "\n".join(map(inspect.getsource, (argparse, inspect)))
     ids = client.post("/tokenize", json={"prompt": source}).json()["tokens"]
     text: str = client.post("/detokenize", json={"tokens": ids[:tokens]}).json()["prompt"]
@@ -145,7 +146,7 @@ def file_of(client: httpx.Client, tokens: int) -> str:
 
 
 def measure(client: httpx.Client, verifier: Verifier, length: int, kind: str) -> None:
-    """Ask one chat in all decoding modes, and print a row for each mode."""
+    """Ask one chat in all decoding modes, then its second turn; print a row for each answer."""
     content = f"# {kind}, {length} tokens\n{file_of(client, length)}\n\n{QUESTIONS[kind]}"
     messages = [{"role": "user", "content": content}]
     texts = set()
@@ -161,7 +162,7 @@ def measure(client: httpx.Client, verifier: Verifier, length: int, kind: str) ->
 
 
 def measure_beside(client: httpx.Client, verifier: Verifier, length: int) -> None:
-    """Read a new prompt beside a chat, and print how long the chat waited for its tokens."""
+    """Send a new prompt beside a chat, and print how long the chat waited for its tokens."""
     gaps: list[float] = []
     over = threading.Event()
 

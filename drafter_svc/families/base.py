@@ -23,8 +23,8 @@ class Loaded:
 
     The event loop calls `make` for each new connection, with the model that the verifier serves.
     `tokenizer_fingerprint` is the fingerprint of the family's tokenizer; empty if the family works
-    only on ids. `page_count` is the number of pages of the family's KV cache, if the machine's free
-    memory decides it; the next load then takes the same number.
+    only on ids. `page_count` is the number of pages of the family's KV cache, if the next load must
+    take the same number, whatever memory is free then; else None.
     """
 
     make: Callable[[ModelInfo], Family]
@@ -43,7 +43,7 @@ class Family(Strategy):
 
     settings: ClassVar[type[FamilySettings]] = FamilySettings
     has_weights: ClassVar[bool] = False
-    """True if SIGHUP makes the process call `load` again while the earlier weights draft."""
+    """True if SIGHUP makes the process load again, and draft with the earlier weights meanwhile."""
 
     @classmethod
     async def load(cls, settings: Any, place: PlacementPlan, metrics: DrafterMetrics) -> Loaded:

@@ -1,4 +1,4 @@
-"""The state that the draft model keeps for a sequence, or for a branch beside its guesses.
+"""The draft model's state for a sequence, or for a branch beside the sequence's guesses.
 
 This module works with token ids and page tables, without a model or torch.
 """
@@ -21,7 +21,7 @@ from outrider.protocol.messages import DraftDistribution
 class Guess:
     """A guessed token, the best tokens at its position, and the distribution to send with it.
 
-    `best` are the tokens that the target is likeliest to commit there, the likeliest first, or
+    `best` has the tokens that are likeliest to be committed there, the likeliest first. It may be
     empty. `token` is the first of `best` unless it was sampled or `best` is empty. `shares` are the
     draft model's estimates of the probabilities of `best`, or None. `distribution` is None unless
     the token was sampled from a distribution that is sent.
@@ -82,7 +82,7 @@ class CachedDraft:
     committed_count: int = 0
     """The number of committed tokens when `alternatives` and the cache were last cut."""
     alternatives: list[list[tuple[int, float]]] = field(default_factory=list)
-    """For each guess of the sequence, the other best tokens with estimated probabilities or 0."""
+    """For each guess of the sequence, the other best tokens, each with its probability or 0."""
     branches: dict[tuple[int, int], CachedDraft] = field(default_factory=dict)
     """The sequence's branches until the next verdict, keyed by `at` and first token."""
     draw_count: int = 0
@@ -134,7 +134,7 @@ class CachedDraft:
 
     @property
     def distribution(self) -> DraftDistribution:
-        """How tokens are chosen: as the verifier asked, or ONE_HOT, which is the likeliest token.
+        """How tokens are chosen: as the verifier asked, or ONE_HOT (take the likeliest token).
 
         Greedy requests need only the likeliest token. A branch never uses SPARSE.
         """
@@ -148,8 +148,8 @@ class CachedDraft:
     def follow(self, before: int, held: list[int]) -> int:
         """Apply a commit; return how many of the draft model's tokens are still right.
 
-        The KV cache may hold the `before` tokens that were committed earlier, and `held` after
-        them.
+        The KV cache may hold the first `before` tokens, which were committed earlier, and the
+        tokens `held` after them.
         """
         tokens, guesses = self.sequence.tokens, self.sequence.guesses
         if self.own_text is not None:
@@ -159,8 +159,8 @@ class CachedDraft:
     def begin(self) -> None:
         """Start a round: set `goal` to the number of guesses that the verifier can use now.
 
-        A branch needs one token more than the verifier takes in a step, because its first token
-        stands for a committed token.
+        A branch needs one token more than the verifier takes in a step, because the branch is used
+        only after its first token was committed.
         """
         self.stuck = False
         self.round_start_count = self.guess_count
@@ -181,7 +181,7 @@ class CachedDraft:
         return [*committed[start : start + limit], *guessed][:limit]
 
     def extend(self, guesses: Sequence[Guess]) -> None:
-        """Add guesses, which all have a distribution or all have none; likewise for `shares`."""
+        """Add guesses. All or none of them have a distribution, and all or none have `shares`."""
         tokens = [guess.token for guess in guesses]
         distributions = [guess.distribution for guess in guesses if guess.distribution is not None]
         self.draw_count += len(distributions)

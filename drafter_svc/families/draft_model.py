@@ -34,9 +34,9 @@ class _Round:
     """The drafts that want more tokens from the coming forward."""
 
     def pause_prompts(self) -> None:
-        """Drop the drafts that still read their prompts, if others have started to guess.
+        """Drop the drafts that still read their prompts, if other drafts have started to guess.
 
-        A round then reads only one chunk of prompts, and sequences that guess need not wait for
+        Such a round reads only one chunk of prompts, so the drafts that guess need not wait for
         more chunks.
         """
         self.drafts = [draft for draft in self.drafts if draft.begun] or self.drafts
@@ -83,7 +83,7 @@ class DraftModel:
     def fits(self, draft: CachedDraft) -> bool:
         """Reserve pages for all tokens of a draft. The event loop calls this.
 
-        Return False if there are too few pages, or if the model's context is full.
+        Return False in the cases in which `Forwards.fits` does.
         """
         return self._forwards.fits(draft)
 
@@ -93,9 +93,9 @@ class DraftModel:
         """Start a round. The event loop calls this; the forwards run on the model's thread.
 
         The round ends when each draft has reached its goal, cannot grow further, or was dropped by
-        `pause_prompts`. It ends earlier after the forward in which `interrupted` became true. Then
-        the future is done, and no later forward touches these drafts. If a forward for these drafts
-        failed, the future has its exception; tokens guessed before are kept.
+        `pause_prompts`. It ends earlier if `interrupted` returns True after a forward. When the
+        round has ended, the future is done, and no later forward touches these drafts. If a forward
+        for these drafts failed, the future has its exception; tokens guessed before are kept.
         """
         arrived = _Round(drafts, urgent, interrupted)
         self._arriving.append(arrived)
@@ -116,7 +116,7 @@ class DraftModel:
                 _end(left, error)
 
     def _take_arriving(self, rounds: list[_Round]) -> list[_Round]:
-        """Append the rounds that arrived to `rounds`, and return `rounds`."""
+        """Add the newly arrived rounds to `rounds`, and return `rounds`."""
         while self._arriving:
             arrived = self._arriving.popleft()
             if not arrived.ended.set_running_or_notify_cancel():
@@ -148,7 +148,7 @@ class DraftModel:
         return [each for each in rounds if not each.ended.done()]
 
     def _rotated(self, rounds: list[_Round]) -> list[_Round]:
-        """Put another round first each time, since a forward may not have room for all prompts."""
+        """Return the rounds, another one first each time: a forward may lack room for some."""
         self._turn += 1
         first = self._turn % len(rounds)
         return rounds[first:] + rounds[:first]

@@ -16,8 +16,8 @@ from tokenizers import Tokenizer
 from drafter_svc.families.json_whitespace import WHITESPACE, Layout, Place
 from outrider.grammar.backends import MaskLimit, TextMatcher
 
-# The maximum number of continuations that are guessed, such as the values of an enum or the names
-# of tools.
+# The maximum number of continuations to guess at one place, such as the values of an enum or the
+# names of tools.
 _MOST_CHOICES = 8
 # There are more than `_MOST_CHOICES` of these bytes. If each of them may follow, the text can go on
 # in too many ways, and no mask is computed, because masks of free text take longest.
@@ -159,7 +159,7 @@ class Speller:
         self.token_bytes = token_bytes
 
     def spelled(self, context: bytes, text: bytes) -> list[int]:
-        """Return the tokens of `text` after `context`; none if no tokens stand for these bytes.
+        """Return the tokens in which `text` continues `context`; none if no tokens stand for it.
 
         A tokenizer may join the end of the context with the text. The context's tokens are
         committed already, so then the text is encoded without its context.

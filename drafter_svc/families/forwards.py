@@ -35,7 +35,7 @@ _TREE_ALTERNATIVES = 7
 _FEW_TOKENS = 2
 
 DEVICE_LOST = torch.AcceleratorError
-"""Raised by a device that failed; this process cannot use it again."""
+"""The exception after a failure of a device, which this process cannot use again."""
 
 
 class Forwards:
@@ -75,7 +75,7 @@ class Forwards:
 
         A draft that has not read its whole prompt reads the prompt's next chunk instead. Prompts
         are read in the order of the drafts. If one forward of a PARD model, or one call of the C
-        decoder or of CUDA graphs, can guess several tokens of every draft, then it is used. A
+        decoder or of CUDA graphs, can guess several tokens for every draft, then it is used. A
         forward that raises has changed no draft.
         """
         if self._guess_parallel(drafts):
@@ -98,7 +98,7 @@ class Forwards:
         return not draft.stuck and draft.guess_count < draft.goal and self.fits(draft)
 
     def _begin_text(self, draft: CachedDraft) -> None:
-        """Encode a sequence's text for another vocabulary, and share the pages of a known prefix.
+        """Encode a text for a draft model with another vocabulary; share a known prefix's pages.
 
         The method runs on the model's thread, because a long prompt takes long: 10 µs a token.
         """
@@ -111,9 +111,8 @@ class Forwards:
 
         Mask tokens, in place of the tokens not guessed yet, follow each sequence; each of them
         predicts the token after it. Their keys and values are not kept. Guesses nothing and returns
-        False if the model is no PARD model. The same holds if a draft's guesses depend on the
-        guesses before them, if its prompt has to be read in chunks, or if it lacks pages or
-        context.
+        False if the model is no PARD model, if a draft's guesses depend on the guesses before them,
+        if one forward has no room for all these tokens, or if a draft lacks pages or context.
         """
         unknown = self._runner.parallel_token_id
         if unknown is None or not all(_is_independent(draft) for draft in drafts):
@@ -277,7 +276,7 @@ class Forwards:
         """
         logits_RV = adjust(logits_RV, [_context(draft) for draft in drafts])
         best_RK, shares_RK = _best(logits_RV, trees=_want_trees(drafts))
-        # Grammar and bans together may forbid every token, and a model may overflow.
+        # Grammar and bans together may forbid every token, and a model's logits may overflow.
         is_finite_R = logits_RV.gather(-1, best_RK[:, :1])[:, 0].isfinite()
         best, shares, possible = _fetch(best_RK, shares_RK, is_finite_R)
         guesses: list[Guess | None] = [None] * len(drafts)
@@ -312,8 +311,8 @@ class Forwards:
         """Draw with the verifier's own noise, so that similar models draw the same tokens.
 
         Only ids cross the wire, so there are no distributions. The target draws with this noise as
-        well. If the target draws another token, that token is mostly among the next tokens in the
-        order of this draw. So where trees are verified, these next tokens are the alternatives.
+        well. If the target draws another token, that token is usually one of those that come next
+        in the order of this draw. So where trees are verified, these tokens are the alternatives.
         """
         probs_RV = target_probs(logits_RV, [draft.sequence.opened.sampling for draft in drafts])
         keys = coupled_keys([draft.seed for draft in drafts], places)
@@ -382,7 +381,7 @@ class Columns:
 
 
 def _want_trees(drafts: list[CachedDraft]) -> bool:
-    """Return whether one of the drafts should have branches for its verifier's next step."""
+    """Return whether at least one draft should have branches for its verifier's next step."""
     return any(draft.sequence.wants_tree for draft in drafts)
 
 
@@ -404,7 +403,7 @@ def _fetch(*tensors: torch.Tensor) -> Iterator[Any]:
 
 
 def _mask_unknown(drafts: list[CachedDraft], logits_RV: torch.Tensor) -> torch.Tensor:
-    """Set the logits of ids that a draft's target does not know to -inf, or leave these ids out."""
+    """Set to -inf the logits of ids that a draft's target does not know, or leave these ids out."""
     logits_RV = logits_RV[:, : max(draft.vocab_size for draft in drafts)]
     narrow = [i for i, draft in enumerate(drafts) if draft.vocab_size < logits_RV.shape[-1]]
     if narrow:
@@ -427,7 +426,7 @@ def _is_independent(draft: CachedDraft) -> bool:
 
 
 def _is_plain(draft: CachedDraft) -> bool:
-    """Return whether only the draft's likeliest tokens are needed.
+    """Return whether the model's likeliest token is all that the draft needs at each position.
 
     A grammar, bias or penalties change which token is likeliest. Branches, which are prepared where
     the verifier lets a drafter run ahead, need the alternatives.
@@ -441,7 +440,7 @@ def _is_plain(draft: CachedDraft) -> bool:
 
 
 def _context(draft: CachedDraft) -> Context:
-    """Return the tokens and masks from which a draft's logits are adjusted."""
+    """Return the settings, tokens and mask by which a draft's logits are adjusted."""
     opened = draft.sequence.opened
     if not opened.sampling.penalised and draft.grammar is None:
         return Context(opened.sampling)

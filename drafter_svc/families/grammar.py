@@ -47,16 +47,17 @@ _MORE_BYTES = 24
 # token; and a token where the grammar left a choice.
 _INNER, _LAST, _CHOSEN = 0, 1, 2
 # Each class begins with this rate of right guesses. For choices the rate is relative to their
-# probabilities. Each outcome moves the rate by a step. A class below the least rate is not offered,
-# but its guesses are still judged, so that its rate can rise again.
+# probabilities. Each outcome moves the rate by a step. Guesses of a class whose rate is below
+# `_LEAST` are not offered, but they are still judged, so that the rate can rise again.
 _RATES = (0.97, 0.7, 1.0)
 _STEP = 0.25
 _LEAST = 0.4
-# A chain ends where a token's probability of being committed is less than this.
+# A chain or branch ends before a token whose probability of being committed is less than this.
 _LEAST_CUMULATIVE = 0.3
 # Seconds of processor time. A guess usually takes 0.2 ms. The first `_FREE_S` seconds of each guess
-# are free. The time beyond that adds up to at most `_MOST_S` in a sequence, and to at most
-# `_TENANTS_MOST_S` for a tenant. In each second a tenant gets `_REFILL` seconds back.
+# are free. A sequence that has taken more than `_MOST_S` beyond that gets no more guesses. While a
+# tenant has taken more than `_TENANTS_MOST_S` beyond that, the tenant's new sequences get none. In
+# each second a tenant gets `_REFILL` seconds back.
 _FREE_S = 0.005
 _MOST_S = 0.1
 _TENANTS_MOST_S = 0.5
@@ -69,7 +70,7 @@ class Grammars:
     def __init__(self, target: str) -> None:
         """Load the libraries and the tokenizer of a directory or hub id, which takes seconds.
 
-        Raises OutriderError(MODEL_NOT_FOUND) when there is no such model.
+        Raises OutriderError(MODEL_NOT_FOUND) if `target` names no model.
         """
         tokenizer = load_tokenizer(target)
         vocab_size = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values())
@@ -86,7 +87,7 @@ class Grammars:
         return b"".join([self.token_bytes[token] for token in tokens])
 
     def end_of(self, tokens: Sequence[int]) -> int:
-        """Return the end token that occurs last in the prompt, or else the first of `stops`."""
+        """Return the last end token near the end of `tokens`; if there is none, `stops[0]`."""
         ends = [token for token in tokens[-_PROMPT_TOKENS:] if token in self.stops]
         return ends[-1] if ends else self.stops[0]
 
@@ -130,7 +131,7 @@ class _Text:
     def branch(self, guesses: Sequence[_Guess], at: int) -> Branch:
         """Return the guesses from `at` on as a branch, cut before the first that is likely wrong.
 
-        A guess is likely wrong if the guesses of its class mostly were wrong.
+        A guess is likely wrong if the rate of its class is below `_LEAST`.
         """
         end = next((i for i, each in enumerate(guesses) if self.rates[each.of] < _LEAST), None)
         run = guesses[at:end]
@@ -190,7 +191,7 @@ class GrammarFamily(Family):
             return None
 
     def committed(self, sequence: DraftSequence, num_valid_tokens: int) -> None:
-        """Learn from the committed tokens which guesses were right; `propose` reads the tokens."""
+        """Learn which guesses were right. The matcher reads the tokens later, in `propose`."""
         if text := self._texts.get(sequence.id):
             text.judge(sequence.tokens[text.length :])
 
@@ -222,7 +223,7 @@ class GrammarFamily(Family):
                 del self._texts[sequence.id]
 
     def _charge(self, sequence: DraftSequence, text: _Text, seconds: float) -> None:
-        """Charge the processor time of a guess beyond the free time to its sequence and tenant."""
+        """Charge a guess's processor time, less the free time, to its sequence and tenant."""
         excess_s = seconds - _FREE_S
         if excess_s > 0.0:
             text.excess_s += excess_s

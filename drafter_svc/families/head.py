@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 class HeadFamily(Family):
     """Drafts for the sequences of one connection with the process's shared head.
 
-    All methods run on the event loop, and the worker handles their calls in turn on its thread.
+    All methods run on the event loop. The worker does their work on its thread, call after call.
     """
 
     name = "head"

@@ -85,7 +85,7 @@ class Offer:
 class HeadDraft:
     """A sequence, and the tokens and features that the head has not read yet.
 
-    Only the head's thread uses the field `read`.
+    Only the head's thread uses the fields `read` and `grammar`.
     """
 
     sequence: DraftSequence
@@ -93,18 +93,18 @@ class HeadDraft:
     width: int
     dtype: torch.dtype
     projected: bool
-    """True if the features are after the head's projection."""
+    """True if the head's projection has been applied to the features."""
     told: int = 0
     """The number of committed tokens that the head's thread was told of."""
     kept: list[tuple[int, SharedRows]] = field(default_factory=list)
-    """Features that the head's thread was not told of yet, with the first token's position."""
+    """Features that the head's thread was not told of yet, each with its first token's position."""
     read: HeadSequence | None = None
     reading: Future[None] | None = None
     """The work of the last call of `HeadWorker.read`, until the next draft has checked it."""
     failed: bool = False
     """True if a forward failed, so that the head has to be told of the whole text again."""
     grammar: GrammarState | None = None
-    """The state of the request's grammar. It belongs to the head's thread, too."""
+    """The state of the request's grammar."""
 
     def keep(self, first_position: int, rows: FeatureRows) -> int:
         """Keep features; return the position after the last of them."""
@@ -117,8 +117,8 @@ class HeadDraft:
     def take_news(self) -> News:
         """Take what the head's thread was not told of yet: committed tokens, and kept features.
 
-        The last committed token's features stay kept. Features before a gap are useless and are
-        left out.
+        Features of the last committed token, and of later tokens, stay kept. Features before a gap
+        are useless and are left out.
         """
         tokens = self.sequence.tokens
         most = len(tokens) - 1
@@ -144,7 +144,10 @@ class HeadDraft:
 
 
 class HeadWorker:
-    """A loaded head. Its methods run on the event loop, and hand work to the head's thread."""
+    """A loaded head. The event loop calls its methods, and they hand work to the head's thread.
+
+    Only `load` and `choose_reading` are called on other threads, as they say.
+    """
 
     fatal = (torch.AcceleratorError,)
 
@@ -159,7 +162,7 @@ class HeadWorker:
         self._model = model
         self._thread = thread
         self._grammars = grammars
-        # The bytes of features that the thread was given to read, and those that it has read.
+        # How many bytes of features the thread was given to read, and how many it has read.
         self._given_bytes = 0
         self._read_bytes = 0
 
@@ -283,7 +286,7 @@ class HeadWorker:
     def draft(
         self, drafts: Sequence[HeadDraft], wanted: Sequence[int], *, trees: bool
     ) -> Future[list[Offer | None]]:
-        """Read the news of these drafts, and guess `wanted` tokens for each.
+        """Read the news of these drafts, and guess at most `wanted[i]` tokens for draft i.
 
         The future's list has None for each draft whose features did not all come. It has only None
         if there are too few pages. If a forward failed, the future has its exception.

@@ -22,7 +22,7 @@ _STEP = 0.5
 _FIRST_TRUST = 0.9
 
 _Joint = tuple[int, int]
-# The whitespace at a joint: within a line the bytes themselves; at a line break the change of
+# The whitespace at a joint: its bytes, or if there is a line break among them, the change of
 # indentation.
 _Shape = bytes | int
 
@@ -76,7 +76,7 @@ class Place:
 
 
 class AfterThought:
-    """Removes the thought before an answer: its whitespace tells nothing about the answer's."""
+    """Removes the thought before an answer, since whitespace in thoughts and answers differs."""
 
     def __init__(self, thought: FreeThought | None) -> None:
         """Without a `thought` all text is the answer."""
@@ -108,7 +108,7 @@ class AfterThought:
 
 
 class Layout:
-    """Guesses the whitespace before a byte from earlier joints of the same kind.
+    """Guesses the whitespace at a joint by looking at earlier joints of the same kind.
 
     At an unknown joint it guesses the whitespace of the `json.dumps` styles that fit the text so
     far.
@@ -132,7 +132,7 @@ class Layout:
                 self._read_quoted(byte)
             elif byte not in WHITESPACE:
                 joint = _joint(self._last, byte)
-                # An object or a list after a word begins a JSON text.
+                # An object or a list after a word begins a JSON text: no joint is before it.
                 if joint != (0, 0) and (joint[0] or byte not in b"{["):
                     self._learn(Place.after(text[max(0, at - _KEPT_BYTES) : at]), byte)
                 self._last = byte
@@ -140,8 +140,8 @@ class Layout:
         self.text = text[-_KEPT_BYTES:]
 
     def _read_quoted(self, byte: int) -> None:
-        # JSON has no line break in a string. So if there is one, the quotation mark was in a text
-        # before the JSON.
+        # JSON has no line break in a string. So if there is one, the last quotation mark belongs to
+        # a text before the JSON.
         ended = byte == ord("\n") or (byte == ord('"') and not self._escaped)
         self._quoted = not ended
         self._escaped = byte == ord("\\") and not self._escaped
@@ -159,10 +159,10 @@ class Layout:
         self._styles = [style for style in self._styles if style[0](*joint) == shape]
 
     def guesses(self, place: Place, byte: int) -> list[tuple[bytes, float]]:
-        """Return the whitespace that may yet come between `place` and `byte`, likeliest first.
+        """Return whitespace strings that may yet come between `place` and `byte`, likeliest first.
 
-        Each has its probability. The list is empty if nothing is known about joints of this kind,
-        or if the known whitespace does not begin with the whitespace at `place`.
+        Each string has its probability. The list is empty if nothing is known about joints of this
+        kind, or if the known whitespace does not begin with the whitespace at `place`.
         """
         joint = _joint(place.last, byte)
         known = self._known.get(joint)

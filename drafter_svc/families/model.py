@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
 # On a GPU, forwards of up to this many sequences and branches are captured as CUDA graphs.
 _GRAPHED_SEQUENCES = 64
-# The maximum number of tokens in one forward. Between its drafts, a draft model reads prompts in
-# chunks of this size.
+# The maximum number of tokens in one forward. A draft model reads prompts in chunks, in the room
+# that its drafts leave.
 _MAX_BATCH_TOKENS = 512
 # The number of branches that are prepared beside a draft while it is verified, where the verifier
 # lets drafters run ahead. Each branch takes a row of every forward, so only the likeliest few are
@@ -119,8 +119,8 @@ class ModelFamily(Family):
         draft = self._drafts[sequence.id]
         new = sequence.tokens[draft.committed_count :]
         before = draft.committed_count
-        # The number of tokens after the earlier commit that are still right: fewer than `new` if
-        # the chain was wrong, else `new` and the guesses after it.
+        # The number of tokens after the earlier commit that are still right: a part of `new` if the
+        # chain was wrong, else all of `new` and the guesses after it.
         kept = num_valid_tokens - before
         held = [*new, *sequence.guesses][:kept]
         draft.committed_count = len(sequence.tokens)
@@ -134,7 +134,7 @@ class ModelFamily(Family):
             # No alternatives were remembered for the guesses of a branch.
             draft.alternatives = [[] for _ in sequence.guesses]
         if branch is not None:
-            # The branch's first token was committed. The branch's cache goes on at the place to
+            # The branch's first token was committed. The branch's cache continues from the place to
             # which the chain's cache would be rewound.
             draft.kv, branch.kv = branch.kv, draft.kv
             held += branch.run
@@ -242,7 +242,7 @@ class ModelFamily(Family):
         return True
 
     def _fork(self, draft: CachedDraft, at: int, token: int, share: float) -> CachedDraft:
-        """Return a branch after the first `at` guesses that begins with `token`."""
+        """Return a branch that follows the first `at` guesses and begins with `token`."""
         sequence = draft.sequence
         branch = CachedDraft(sequence, draft.seed, self._vocab_size, at=at)
         branch.run, branch.run_shares = [token], [share]
@@ -318,8 +318,8 @@ def _load_runner(settings: ModelSettings, place: PlacementPlan) -> ModelRunner:
 
     device = find_device("cpu" if place.kind != "local" else settings.device)
     use_own_stream(device)
-    # The KV cache lacks at most 2 tokens of a sequence past its prompt: the verifier's committed
-    # token and the last guess.
+    # Once the KV cache has a sequence's prompt, it lacks at most 2 of the sequence's tokens: the
+    # verifier's committed token and the last guess.
     bounds = Bounds(_GRAPHED_SEQUENCES, 2, _MAX_BATCH_TOKENS)
     runner = ModelRunner.load(
         settings.model,

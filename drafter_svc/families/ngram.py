@@ -248,9 +248,10 @@ def _suffixes(tokens: Sequence[int], longest: int) -> list[Sequence[int]]:
 def _redis_pool(
     settings: NgramSettings, metrics: DrafterMetrics
 ) -> Callable[[ModelInfo], RedisPool | None]:
-    """Return a function that makes a connection's pool in Redis; it returns None without `redis`.
+    """Return a function that makes a connection's pool in Redis.
 
-    Raises OutriderError(INVALID_VALUE) that names the setting at fault.
+    The function returns None if `redis` is not set. Raises OutriderError(INVALID_VALUE) that names
+    the setting at fault.
     """
     server = settings.redis_server()
     if server is None:

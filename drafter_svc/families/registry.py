@@ -49,8 +49,8 @@ def find_family(name: str) -> type[Family]:
     if not (module and colon and attribute):
         raise invalid("family", f"must be {', '.join(known)} or package.module:Class, not {name!r}")
     if name not in known and os.getcwd() not in sys.path:
-        # `python -m` puts the working directory on the path, too. With this line, `outrider serve`
-        # finds the same families as `python -m`.
+        # `python -m` puts the working directory on the path. With this line, `outrider serve` finds
+        # the same families as the processes that it starts with `python -m`.
         sys.path.insert(0, os.getcwd())
     try:
         found = getattr(import_module(module), attribute)

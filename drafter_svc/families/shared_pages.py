@@ -12,7 +12,7 @@ class SharedPagePool:
     """A PagePool behind a lock, so that two threads' calls do not overlap.
 
     A lock is enough: one thread at a time uses a sequence, and calls for other sequences do not
-    touch the pages that it holds. The class wraps a PagePool instead of deriving from it, because
+    touch the sequence's pages. The class wraps a PagePool instead of deriving from it, because
     mypyc may have compiled PagePool, and Python code cannot subclass a compiled class.
     """
 

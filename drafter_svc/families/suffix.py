@@ -49,8 +49,9 @@ class _Text:
 class SuffixFamily(Family):
     """Drafts for the sequences of one connection with suffix trees.
 
-    `corpora` are the trees that connections share; unless given, the family makes its own and
-    raises as Corpora does. An event loop must run if the trees share texts through Redis.
+    `corpora` are the trees that connections share. If they are not given, the family makes trees of
+    its own, and raises what `Corpora` raises. An event loop must run if the trees share texts
+    through Redis.
     """
 
     name = "suffix"
@@ -67,13 +68,13 @@ class SuffixFamily(Family):
     ) -> Loaded:
         """Check the settings. Connections of one tokenizer and vocabulary size share trees."""
         make_pool = _text_pool(settings, metrics)
-        # Make trees and discard them, so that a missing package is reported now, not on connecting.
+        # Make trees and discard them, so that a missing package is reported now and not by `make`.
         _corpora(settings)
         by_tokenizer: dict[tuple[str, int], Corpora] = {}
 
         def make(info: ModelInfo) -> SuffixFamily:
-            # A verifier that gives a wrong vocabulary size must not bring its ids to the trees of
-            # other verifiers, nor bound their ids.
+            # A verifier that gives a wrong vocabulary size must neither bring its ids to the trees
+            # of other verifiers nor limit these verifiers' ids.
             key = (info.tokenizer_fingerprint, info.vocab_size)
             if key not in by_tokenizer:
                 by_tokenizer[key] = _corpora(settings, make_pool(info))
@@ -163,7 +164,7 @@ class SuffixFamily(Family):
 
 
 def _leaves(draft: Any, acceptance: float) -> list[tuple[list[int], list[float]]]:
-    """Return the tokens and confidences of each path of a draft that no other path continues.
+    """Return the tokens and confidences of each path from a draft's root to a leaf.
 
     The trees' probabilities are products of frequencies. A frequency is the probability of a token,
     given that one of the tokens that followed before comes again. `acceptance` estimates the
@@ -185,9 +186,10 @@ def _corpora(settings: SuffixSettings, pool: TextPool | None = None) -> Corpora:
 def _text_pool(
     settings: SuffixSettings, metrics: DrafterMetrics
 ) -> Callable[[ModelInfo], TextPool | None]:
-    """Return a function that makes a tokenizer's pool in Redis; it returns None without `redis`.
+    """Return a function that makes a tokenizer's pool in Redis.
 
-    Raises OutriderError(INVALID_VALUE) that names the setting at fault.
+    The function returns None if `redis` is not set. Raises OutriderError(INVALID_VALUE) that names
+    the setting at fault.
     """
     server = settings.redis_server()
     if server is None:

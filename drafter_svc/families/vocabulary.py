@@ -90,10 +90,11 @@ class TokenTable:
         self._puts_blank = b"".join(token_bytes[i] for i in plain) != _SAMPLE.encode()
 
     def encode(self, text: bytes, found: _Encoding, *, at_beginning: bool) -> None:
-        """Append the tokens of a part of a text, with special tokens' names as ordinary text.
+        """Append the tokens of a part of a text to `found`.
 
-        Bytes that are no UTF-8 become tokens of one byte; bytes without such a token are left out.
-        Some tokenizers put a blank before the beginning of a text, but not before a later part.
+        The names of special tokens count as ordinary text. Bytes that are not UTF-8 become tokens
+        of one byte; bytes without such a token are left out. Some tokenizers put a blank before the
+        beginning of a text, but not before a later part.
         """
         for part in _NO_TEXT.split(text.decode(errors="surrogateescape")):
             if _NO_TEXT.fullmatch(part):
@@ -109,7 +110,7 @@ class TokenTable:
             found.length += 1
 
     def _encode_text(self, text: str, found: _Encoding, *, lead: bool) -> None:
-        """Encode a text. With `lead`, put a character before it, and leave out this character."""
+        """Encode a text. With `lead`, encode it after a character, whose tokens are left out."""
         skipped = 0
         if lead:
             # No token contains both this character and the beginning of the text, because one of
@@ -181,7 +182,7 @@ class Vocabulary:
         self._own, self._target = own, target
 
     def begin(self, tokens: Sequence[int]) -> OwnText:
-        """Return a text that begins with these tokens of the target."""
+        """Return the draft model's text for these first tokens of the target's text."""
         prefix = self._target.prefix
         if list(tokens[: len(prefix)]) == prefix:
             text = OwnText(self, self._own.prefix, len(prefix))
@@ -279,8 +280,8 @@ class OwnText:
     def of_guesses(self, guesses: Sequence[int]) -> list[int]:
         """Return the draft model's token for each of these tokens of the target.
 
-        A token that the draft model lacks can only begin a branch, where no other token may follow.
-        Any token then stands for it.
+        A token that the draft model lacks can only be the first token of a branch, at a place where
+        few other tokens are allowed. Any token then stands for it.
         """
         return [max(0, int(self._vocabulary.own_of[token])) for token in guesses]
 

@@ -62,7 +62,7 @@ class TenantTrees:
         self.changed_at = 0.0
         """When a text last began or ended."""
         self.compared_at = 0.0
-        """When the last comparison with Redis began."""
+        """When the last comparison with Redis began; 0 if it was not complete."""
         # Maps the digest of each ended text to the text's name in the cache, or to None if Redis
         # lists the text but does not have it.
         self._names: dict[bytes, int | bytes | None] = {}
@@ -292,7 +292,7 @@ async def _compare(trees: TenantTrees, pool: TextPool, client: RedisClient) -> b
     """Write the texts that ended, read texts of other replicas, and drop texts that are gone.
 
     Returns False if there are more texts to read. Raises an exception if Redis fails. If Redis
-    refuses only the write, the texts are read and dropped before the exception is raised.
+    refuses only the write, the reading and dropping are done before the exception is raised.
     """
     if (keys := trees.keys) is None:
         return True

@@ -6,8 +6,8 @@ key of the bucket's index.
 - The digest is a keyed hash of tenant, tokenizer fingerprint and n-gram or text, so nobody can
   compute it without the pool's secret. TENANT is a keyed hash of only the tenant, so that all keys
   of a tenant can be found.
-- The hash is keyed BLAKE2b (RFC 7693), a message authentication code like HMAC that takes less than
-  half the time in Python.
+- The hash is keyed BLAKE2b (RFC 7693), a message authentication code like HMAC. In Python it takes
+  less than half of HMAC's time.
 - The braces are a cluster's hash tag: a bucket, index included, is in one slot. The n-gram's last
   token chooses the bucket. So all n-grams at the end of a text share a slot, and one command looks
   them up. All texts of a tenant and tokenizer have one bucket, so one command lists them.
@@ -55,7 +55,7 @@ class TenantKeys:
         self._begun = begun
 
     def index(self, ngram: Sequence[int]) -> bytes:
-        """Return the key of the n-gram's bucket index. The n-gram's own key begins with it."""
+        """Return the key of the index of the n-gram's bucket. The n-gram's key begins with it."""
         return self._indexes[ngram[-1] % BUCKETS]
 
     def keys(self, ngrams: Sequence[Sequence[int]]) -> list[bytes]:

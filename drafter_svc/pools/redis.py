@@ -32,8 +32,8 @@ _WRITE_BATCH = 256
 _WRITE_QUEUE = 16_384
 _MAX_TOKENS = 64
 # The maximum number of lookups at the same time, and so of connections to Redis for them. These
-# connections stay open. A connection to a verifier waits for one lookup at a time, so the other
-# running lookups are late.
+# connections stay open. A connection to a verifier waits for one lookup at a time, so nobody waits
+# for the other running lookups any more: they are late.
 _MAX_RUNNING = 4
 # The number of late lookups in a row that count as a failure.
 _LATE_IN_A_ROW = 3
@@ -56,7 +56,8 @@ class RedisCounters:
     """Counts of a pool's lookups and writes.
 
     `found` and `missed` count queries, `written` and `dropped` n-grams, `malformed` values, and all
-    other fields commands. In a pool of texts, the first four count texts.
+    other fields commands. In a pool of texts, `found`, `missed`, `written` and `dropped` count
+    texts.
     """
 
     lookups: int = 0
@@ -141,8 +142,8 @@ class OutageLog:
 class RedisPool:
     """Looks up a whole batch in one round trip, and writes in the background.
 
-    One connection's NgramFamily makes it and calls it on a running event loop. Nothing runs on
-    another thread. `observe` gets the seconds that each lookup took, late lookups included.
+    The NgramFamily of one connection makes the pool, and calls it on a running event loop. Nothing
+    runs on another thread. `observe` gets the seconds that each lookup took, late lookups included.
     """
 
     def __init__(

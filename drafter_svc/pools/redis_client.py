@@ -1,6 +1,6 @@
 """A client with the same few commands for one server and for a cluster.
 
-redis-py's clients do the work: they find a cluster's slots, and follow when these move. No command
+redis-py's clients do the work: they find a cluster's slots, and follow slots that move. No command
 waits longer than a socket's timeout. A command that times out closes its connection, so that no
 other command can get its reply.
 """
@@ -20,7 +20,7 @@ from redis.exceptions import InvalidResponse, RedisClusterException, RedisError
 
 from outrider.process.redis.server import RedisServer, close
 
-# The exceptions of a Redis that is lost, slow or refuses a command.
+# The exceptions of a Redis that is lost or slow, or that refuses a command.
 FAILURES = (RedisError, RedisClusterException, OSError)
 
 _SOCKET_TIMEOUT_S = 2.0
@@ -57,7 +57,10 @@ def token_ids(value: object, most: int, vocab_size: int) -> list[int]:
 
 
 def _checked_list(reply: Any) -> list[Any]:
-    """Return the reply if it is a list. Raise InvalidResponse for any other, which may be vast."""
+    """Return the reply if it is a list.
+
+    Raises InvalidResponse for any other reply. The error does not quote it, since it may be vast.
+    """
     if not isinstance(reply, list):
         raise InvalidResponse(f"a reply is no list, but of the type {type(reply).__name__}")
     return reply
@@ -100,8 +103,8 @@ class RedisClient:
     async def _ask(self, connections: ConnectionPool, command: bytes) -> Any:
         """Return the reply to a packed command. Raises TimeoutError after `_SOCKET_TIMEOUT_S`.
 
-        The method does what redis-py's execute_command does. redis-py packs commands in Python and
-        takes twice the time.
+        The method does what redis-py's execute_command does. But execute_command packs commands in
+        Python, and takes twice as long.
         """
 
         async def exchange() -> Any:

@@ -28,8 +28,9 @@ which the client refuses to read."""
 class TextPool:
     """The texts of all tenants, for one tokenizer.
 
-    `max_texts` bounds the texts of a tenant. Redis drops a text that was not written for `ttl_s`.
-    The methods that take a client, which `connect` makes, may raise any exception if Redis fails.
+    `max_texts` bounds the texts of a tenant. Redis drops a text that was not written again within
+    `ttl_s`. The methods that take a client, which `connect` makes, may raise any exception if Redis
+    fails.
     """
 
     server: RedisServer

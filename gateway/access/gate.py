@@ -1,6 +1,7 @@
-"""Identifies callers and tenants by API key, and refuses callers without a valid key.
+"""Identifies callers and tenants by API key.
 
-Caches and n-gram pools are private to a tenant.
+If the gateway has keys, it refuses callers without a valid key. Caches and n-gram pools are private
+to a tenant.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from outrider.process.security.roles import Peer, Role
 OPEN_PATHS = frozenset({"/livez", "/readyz", "/health", "/ping"})
 """Paths that need no key."""
 PEER_KEY = "outrider.peer"
-"""Key of an ASGI scope whose value is the connection's Peer; None without TLS."""
+"""A key in ASGI scopes. Its value is the connection's Peer, or None without TLS."""
 _PAGE = "/"
 _TENANT_DIGITS = 32
 _SCOPE_KEY = "outrider.identity"
@@ -86,8 +87,9 @@ class Gate:
 
 
 def tenant_of(headers: Mapping[str, str]) -> str:
-    """Return the tenant of a request with `authorization: Bearer KEY`, else with `x-api-key: KEY`.
+    """Return the tenant of a request.
 
+    The key comes from `authorization: Bearer KEY`, or if there is none, from `x-api-key: KEY`.
     Without a key the tenant is empty (the default). The name is `key-` and the first 32 hex digits
     of the key's SHA-256, so logs, traces and Redis do not reveal keys. `headers` have lower-case
     names.
@@ -128,7 +130,8 @@ def key_in(authorization: str) -> str:
 class RequireKey:
     """ASGI middleware that answers 401 to callers without a valid key, except on `OPEN_PATHS`.
 
-    Every other path needs a key, so a new route is closed unless `OPEN_PATHS` lists it.
+    If the gateway has keys, every other path needs one. So a new route is closed unless
+    `OPEN_PATHS` lists it.
     """
 
     def __init__(self, app: ASGIApp, gate: Gate) -> None:
@@ -137,7 +140,7 @@ class RequireKey:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            # No route takes a WebSocket, and nothing checks WebSockets.
+            # Close every WebSocket: no route takes one, and nothing would check its key.
             await WebSocketClose()(scope, receive, send)
             return
         try:

@@ -16,7 +16,7 @@ _OPEN = (f"/{health.SERVICE_NAME}/Check", f"/{health.SERVICE_NAME}/List")
 
 
 class RequireKeyInCalls(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # only the stubs are generic
-    """Answers UNAUTHENTICATED to calls whose metadata holds no valid key."""
+    """Answers UNAUTHENTICATED to calls that the gate refuses, except health checks."""
 
     def __init__(self, gate: Gate) -> None:
         self._gate = gate

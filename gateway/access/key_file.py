@@ -2,7 +2,7 @@
 
 A key is 256 random bits, so nobody can find it by trying, and a single SHA-256 hides it. A slow
 hash such as bcrypt protects passwords, which people choose. For API keys, a slow hash would cost
-each request 100 ms of a core, and callers without a key could spend that time as well.
+each request 100 ms of a core, and callers without a key could make the gateway spend that time too.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def parse_keys(text: str, source: str) -> tuple[KeyEntry, ...]:
         raise invalid(source, f"is not YAML{_place_of(error)}") from None
     except ValidationError as error:
         raise invalid(source, f"holds no valid keys: {_first_problem(error)}") from error
-    # PyYAML raises these for an impossible date, a vast number and lists in lists without end.
+    # PyYAML raises these errors for an impossible date, a vast number, and lists nested too deeply.
     except (ValueError, RecursionError):
         raise invalid(source, "is not YAML: a value in it cannot be read") from None
 
@@ -159,7 +159,7 @@ def read_keys(path: Path) -> tuple[KeyEntry, ...]:
 
 @contextmanager
 def changing_keys(path: Path) -> Iterator[Path]:
-    """Lock a file during the block, and yield its path without symbolic links.
+    """Lock a file of keys during the `with` block, and yield its path without symbolic links.
 
     Without the lock, one command could read the file, wait, and write back a key that another
     command has revoked meanwhile. Raises OSError.

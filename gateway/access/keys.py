@@ -35,7 +35,7 @@ class KeyRing:
     def find(self, key: str) -> KeyEntry | None:
         """Return the entry of a key; None for an unknown key.
 
-        The look-up's time depends on a hash of the key, and so reveals nothing about the key.
+        The look-up's time depends only on the key's hash, and so reveals nothing about the key.
         """
         digest = hashlib.sha256(key.encode(errors="surrogatepass")).hexdigest()
         entry = self._by_digest.get(digest)
@@ -44,7 +44,7 @@ class KeyRing:
         return entry
 
     async def follow(self) -> None:
-        """Watch the file for ever; read it when it has changed. With a bad file, old keys stay."""
+        """Watch the file for ever; read it when it has changed. If it is bad, old keys stay."""
         while True:
             await asyncio.sleep(_RELOAD_S)
             if self.has_changed():

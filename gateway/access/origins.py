@@ -22,8 +22,8 @@ class CheckOrigin:
     """ASGI middleware that refuses foreign Host and Origin headers with 403.
 
     A website can point its own name at any address, even 127.0.0.1. Its scripts can then read
-    from that address, but their requests carry the website's name as their Host. Requests
-    without Host and Origin are let through: no browser script sends them.
+    from that address, but their requests carry the website's name as their Host. A request
+    with neither Host nor Origin is let through: no browser script sends one.
     """
 
     def __init__(self, app: ASGIApp, settings: GatewaySettings) -> None:

@@ -1,4 +1,4 @@
-"""Refuses requests for which the verifiers have no room or no time, before working on them.
+"""Refuses requests for which the verifiers have no room or no time, before any work on them.
 
 The verifiers report their load with each poll. Between two polls, a gateway counts its own
 sequences. A verifier decides in the end: it refuses requests if several gateways together send too
@@ -45,7 +45,7 @@ class ClientTimeout:
         return not {self.total_s, self.first_s} <= {None, _UNCHOSEN_S}
 
     def ends_at(self, now: float) -> float:
-        """Return the time when the caller gives up the answer; infinity without `total_s`."""
+        """Return until when the caller waits for the answer; infinity without `total_s`."""
         return math.inf if self.total_s is None else now + self.total_s
 
     def suffices(self, wait_s: float, answer_s: float) -> bool:
@@ -147,7 +147,7 @@ class TotalLoad(NamedTuple):
     most: int
     """The number of sequences that can run or wait at once."""
     sequence_s: float | None
-    """The mean time that recent sequences were in a batch (seconds); None before the first."""
+    """The mean time that recent sequences were in a batch (seconds); None before one ended."""
 
     def wait_s(self, count: int, places: float) -> float:
         """Return how many seconds the last of `count` sequences waits for one of the `places`."""

@@ -34,12 +34,12 @@ log = logging.getLogger(__name__)
 # before its crash. A request that every verifier refuses must not be sent over and over.
 _MOST_LOST = 4
 # The sequences of a request that are sent in one round of the event loop have at most about this
-# many tokens of prompts and predictions together. Writing takes 30 ns per token.
+# many tokens of prompts and predictions together. Writing a token into a message takes 30 ns.
 _REQUEST_TOKENS_AT_ONCE = 400_000
 # The name of the call that carries a gateway's sequences, for their spans.
 _METHOD = "outrider.internal.v1.TokenStreamService/StreamTokens"
 # gRPC ends calls by its own clock, perhaps slightly before our deadline. So a sequence that is
-# cancelled less than this before the deadline counts as late.
+# cancelled less than this time before the deadline counts as late.
 _EARLY_S = 0.1
 
 # A client may leave an answer unread for this long after the buffers are full. Meanwhile the answer
@@ -63,9 +63,11 @@ class Generation:
         resume_seconds: float,
         patience_seconds: float = 0.0,
     ) -> None:
-        """A sequence that has started waits `resume_seconds` for a verifier to continue it.
+        """Make a Generation.
 
-        `patience_seconds` is the timeout of callers that name no timeout, see `Admission`.
+        A sequence that has started and has lost its verifier waits for at most `resume_seconds` for
+        a verifier to continue it. `patience_seconds` is the timeout of callers that name no
+        timeout, see `Admission`.
         """
         self.router = router
         self.prompts = prompts
@@ -100,10 +102,10 @@ class Generation:
 
         The request is built for the model of one replica and runs there. If the replica fails or
         leaves, each sequence goes on at another replica. A sequence that has got no chunk yet is
-        built again for that replica. Closing the iterator cancels all sequences. `operation` is
-        OpenTelemetry's name of the operation, and `prefixes` are the hashes of the first prompt's
-        prefixes. A sequence that has ended is released from `admitted`. At the deadline of
-        `admitted`, the sequences that still run end with DEADLINE_EXCEEDED.
+        built again for the other replica's model. Closing the iterator cancels all sequences.
+        `operation` is OpenTelemetry's name of the operation, and `prefixes` are the hashes of the
+        first prompt's prefixes. When a sequence ends, its slot in `admitted` is released. At the
+        deadline of `admitted`, the sequences that still run end with DEADLINE_EXCEEDED.
         Raises OutriderError from `Router.pick`, from `build` and from the verifier.
         """
         sequences: list[_Sequence] = []
@@ -231,7 +233,7 @@ class _Sequence:
             self.leave()
 
     async def _chunks(self) -> AsyncGenerator[TokenChunk, None]:
-        """Yield the chunks of the replica, and of the replicas that continue when it fails."""
+        """Yield the replica's chunks, and if it fails, the chunks of replicas that continue."""
         while True:
             replica = self._pick.replica
             stream = replica.tokens
@@ -309,7 +311,7 @@ class _Sequence:
     def _taken(self, chunk: TokenChunk) -> TokenChunk:
         """Keep the chunk's tokens, in case another replica must continue the sequence.
 
-        Return the chunk without log probabilities of the prompt that have arrived before.
+        Return the chunk without those of the prompt's log probabilities that have arrived before.
         """
         if chunk.token_ids:
             self._committed += chunk.token_ids

@@ -42,7 +42,7 @@ def describe_settings(span: Span, request: TextRequest) -> None:
     if request.asked_tokens is not None:
         span.set(gen_ai__request__max_tokens=request.asked_tokens)
     if sampling.seed is not None:
-        # A seed may exceed the 64 signed bits of an attribute.
+        # A seed may exceed an attribute's signed 64 bits.
         span.set(gen_ai__request__seed=str(sampling.seed))
     if request.stop:
         span.set(gen_ai__request__stop_sequences=list(request.stop))

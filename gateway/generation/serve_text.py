@@ -30,7 +30,8 @@ from outrider.process.observability.telemetry import Span
 from outrider.protocol.model_info import ModelInfo
 from outrider.protocol.unsupported import check_supported
 
-# How much of a prompt's end is kept. The mark of a thought and the blanks after it are shorter.
+# The number of characters of a prompt's end that are kept, to find the mark of a thought there. The
+# mark and the blanks after it are shorter.
 _END_CHARACTERS = 128
 
 
@@ -39,15 +40,15 @@ class Demand(NamedTuple):
 
     prompt_count: int
     n: int
-    """Choices for each prompt."""
+    """The number of choices for each prompt."""
     timeout: ClientTimeout
 
 
 class TextCall(ABC):
     """One request for text, as an API's message states it.
 
-    `serve_text` calls the methods in the order in which they are declared here. Each method checks
-    its part of the message, so a refused request costs no later work.
+    `serve_text` calls the methods in the order in which they are declared here. `demand`, `prompts`
+    and `build` each check a part of the message, so a refused request costs no later work.
     """
 
     identity: Identity
@@ -186,7 +187,8 @@ async def _encoded(generation: Generation, call: TextCall, info: ModelInfo) -> l
     prediction = await prompts.encode_start(call.prediction, most) if call.prediction else []
     encoded = []
     for given in call.prompts():
-        # Tokenising a prompt takes the event loop up to 2 ms, and a request may have 64 prompts.
+        # Let other tasks run: tokenising a prompt takes the event loop up to 2 ms, and a request
+        # may have 64 prompts.
         await asyncio.sleep(0)
         content, name = given.content, given.field_name
         echo = None

@@ -20,7 +20,7 @@ from contextlib import asynccontextmanager
 
 AT_ONCE = 8
 """The maximum number of requests whose work is under way. More than one request can make progress,
-since some wait for another thread, or for Redis.
+since some wait for another thread or process.
 """
 OF_A_TENANT = 2
 """The maximum number of these requests of a single tenant.
@@ -45,14 +45,14 @@ class TenantSemaphore:
         self._free = at_once
         self._of_a_tenant = of_a_tenant
         self._under_way: Counter[str] = Counter()
-        # Keyed by tenant; the tenant that got a slot longest ago is first.
+        # Keyed by tenant, in the order of the tenants' turns.
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
         # `_has_come` says that a request has arrived since the last check, and `_looks` that
         # another check is scheduled.
         self._has_come = False
         self._looks = False
-        # The time until which slots are held back at most, and the time until which they are given
-        # regardless (in the thread's processor time).
+        # The latest time until which slots are held back, and the time until which they are given
+        # even while requests come in (both in the thread's processor time).
         self._held_until = 0.0
         self._given_until = 0.0
 
@@ -107,7 +107,7 @@ class TenantSemaphore:
             self.release(tenant)
 
     def release(self, tenant: str) -> None:
-        """Release a slot of the tenant, and give it to the next request that may have it."""
+        """Release a slot of the tenant. Unless slots are held back, give it to the next request."""
         self._free += 1
         self._under_way[tenant] -= 1
         if not self._under_way[tenant]:

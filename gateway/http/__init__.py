@@ -1,1 +1,1 @@
-"""HTTP: OpenAI's and Anthropic's APIs, with schemas and answers, connections, and the page."""
+"""HTTP: the schemas and answers of OpenAI's and Anthropic's APIs, connections, and the page."""

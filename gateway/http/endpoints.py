@@ -169,7 +169,10 @@ def _add_tokenizer_routes(router: APIRouter, generation: Generation) -> None:
 
 
 async def _tokenize(body: TokenizeBody, prompts: Prompts, most: int, tenant: str) -> list[int]:
-    """Return the ids of the body's prompt or messages, at most `most`. Raises OutriderError."""
+    """Return the ids of the body's prompt or messages.
+
+    Raises OutriderError, also if there are more than `most` ids.
+    """
     if (body.prompt is None) is (body.messages is None):
         raise invalid("prompt", "or messages must be given, and not both")
     if body.messages is None:

@@ -25,7 +25,7 @@ from outrider.errors import OutriderError, Reason
 
 _WEB = Path(__file__).parents[1] / "web"
 _EVERY_S = 0.5
-# Streams share an event that is no older than this, so that many cost little more than one.
+# Streams share an event that is no older than this, so that many streams cost little more than one.
 _SHARED_S = 0.25
 MOST_FEEDS = 16
 """The maximum number of event streams of a tenant. Each open page has one stream."""
@@ -61,7 +61,7 @@ def install(app: FastAPI, router: Router, metrics: GatewayMetrics, gate: Gate) -
 
     @routes.get("/", include_in_schema=False)
     async def page() -> Response:
-        """The page, with headers that let it load only from this gateway."""
+        """The page, with headers that let it load other files only from this gateway."""
         return FileResponse(_WEB / "index.html", headers=_HEADERS)
 
     feeds = _Feeds(router, metrics)

@@ -128,7 +128,7 @@ async def sse(
                 yield out
             item = await anext(rest, None)
     except (GeneratorExit, asyncio.CancelledError):
-        # A client that disconnects after the end of the answer makes no error.
+        # It is no error if a client disconnects after the end of the answer.
         if not writer.is_complete:
             span.ended_by(client_gone_error())
         raise

@@ -35,7 +35,8 @@ _SHOWN_CHARACTERS = 300
 MAX_JSON_VALUES = 65_536
 """The maximum number of values of a request in JSON.
 
-It is lower than for other bodies, since building the message takes longer than parsing the JSON.
+It is lower than the limit of other bodies, since building the message takes longer than parsing the
+JSON.
 """
 _CONTENT_TYPES = (
     "application/connect+json",

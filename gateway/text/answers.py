@@ -1,4 +1,4 @@
-"""Decides what an answer may hold besides content: sets its grammar and its reader."""
+"""Decides what an answer may hold besides content: sets its grammar and its `reading`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class AnswerOptions:
     """The text of the last message, if the answer continues that message; else empty."""
     tools_field: str = "tools"
     choice_field: str = "tool_choice"
-    """`tools_field` and `choice_field` are the caller's names of these fields, for errors."""
+    """`tools_field` and `choice_field` are the caller's names of tools and choice, for errors."""
 
 
 def asks_for_thought(variables: Mapping[str, Any]) -> bool:

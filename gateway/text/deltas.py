@@ -221,7 +221,7 @@ class DeltaBuilder:
     def _show_prompt(self, chunk: TokenChunk) -> list[LogprobToken]:
         """Return the prompt's next tokens if the request asks for them.
 
-        The prompt's first token has no log probability. It comes with the first chunk, with None.
+        The prompt's first token comes with the first chunk. Its log probability is None.
         """
         if not self._request.shows_prompt:
             return []

@@ -36,7 +36,7 @@ _END_MARK = "CONTINUE_FINAL_MESSAGE_TAG "
 
 
 class Prompts:
-    """Renders and tokenises prompts for one model (a directory or a hub id)."""
+    """Renders and tokenises prompts for one model (a directory, a GGUF file or a hub id)."""
 
     def __init__(self, model: str, tool_format: str = "") -> None:
         """`tool_format` names the model's format of tool calls; "" guesses it from the template."""
@@ -241,7 +241,10 @@ def _tokenizer_config(model: str) -> dict[str, Any]:
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """Map bos_token, eos_token and so on to tokens: in `config` each a string or {"content": …}."""
+    """Map bos_token, eos_token and so on to tokens.
+
+    In `config`, a token is a string or {"content": …}.
+    """
     tokens = {}
     for name, token in config.items():
         text = token.get("content") if isinstance(token, dict) else token
@@ -268,7 +271,8 @@ def _templates(model: str, config: Mapping[str, Any]) -> dict[str, str]:
     """Read the model's chat templates, keyed by name, from files or tokenizer_config.json.
 
     As in `transformers`, only "default" and "tool_use" are ever used. Raises
-    OutriderError(INVALID_VALUE) for anything that is not a template.
+    OutriderError(INVALID_VALUE) if `chat_template` in tokenizer_config.json is neither a text nor
+    a list of named texts.
     """
     given = config.get("chat_template")
     if not isinstance(given, list):

@@ -53,8 +53,8 @@ class Prompt:
     """A tokenised prompt. `field_name` is the caller's name for it, in errors.
 
     `echo` is the prompt's text if the answer repeats it; `prediction` has the tokens that the
-    caller expects. For a conversation, `end` is the end of its text, and `call_count` is the number
-    of its tool calls.
+    caller expects as the answer. For a conversation, `end` is the end of its text, and `call_count`
+    is the number of its tool calls.
     """
 
     token_ids: list[int]

@@ -20,11 +20,11 @@ HANDLER = f"{__name__}:renderer"
 
 
 def renderer(sources: dict[str, str]) -> Callable[[bytes], bytes]:
-    """Return a handler that renders the named template.
+    """Return a handler that renders templates.
 
-    The handler takes [name, variables] in JSON. The handler answers with JSON: {"text": …}, or
-    {"error": …} with the template's message. If the variables are null, it only compiles the
-    template.
+    The handler takes [name of the template, variables] in JSON. The handler answers with JSON:
+    {"text": …}, or {"error": …} with the template's message. If the variables are null, it only
+    compiles the template.
     """
     compiled: dict[str, jinja2.Template] = {}
 

@@ -21,7 +21,8 @@ DEFAULT = "default"
 """The name of a model's template, if it has only one."""
 TOOL_USE = "tool_use"
 """The name of the template for requests with tools, as in `transformers`."""
-# The limits of one rendering. The bundled template takes 0.1 ms, and 2 ms for 64 messages.
+# The limits of one rendering. The bundled template takes 0.1 ms for a few messages, and 2 ms
+# for 64 messages.
 _SECONDS = 2.0
 _MEMORY_BYTES = 256 * 2**20
 # A tenant uses at most one worker at a time. Tenants whose conversations make the template hang

@@ -39,9 +39,9 @@ class Detokenizer:
     ) -> None:
         """Start after the ids of a prompt. The prompt's text is not returned.
 
-        If the prompt ends within a character, the first text has the whole character. `hidden` are
-        the tokens without text; by default all special tokens. `within` keeps a first space, which
-        the decoder would strip after a prompt without text.
+        If the prompt ends within a character, the first returned text has the whole character.
+        `hidden` are the tokens without text; by default all special tokens. `within` keeps a first
+        space, which the decoder would strip after a prompt without text.
         """
         self._table = table
         self._hidden = table.hidden_ids() if hidden is None else hidden
@@ -58,7 +58,7 @@ class Detokenizer:
         self._sent = len(self._decode(self._tail[: self._context]))
 
     def text_and_bytes(self, token_id: int) -> tuple[str, bytes]:
-        """Return the text and bytes of a token that comes next; U+FFFD for part of a character."""
+        """Return text and bytes of a token that comes next. Part of a character shows as U+FFFD."""
         if self._within or self._sent or self._decode(self._tail):
             return self._table.text_and_bytes(token_id)
         return self._table.first_text_and_bytes(self._tail, token_id)
@@ -97,13 +97,13 @@ class Detokenizer:
         return new
 
     def _release_most(self, text: str) -> str:
-        """Return a long run of invalid bytes without its end, and forget most of its tokens."""
+        """Return the text of a long run of invalid bytes without its end, and drop most tokens."""
         certain = max(self._sent, len(text.rstrip(REPLACEMENT)), len(text) - _UNSURE_CHARACTERS)
         new = text[self._sent : certain]
         self._sent = certain
         for cut in range(len(self._tail) - 1, len(self._tail) - _BORDER_SEARCH, -1):
             head = self._decode(self._tail[:cut])
-            # If both parts decode to the same text, the cut splits no character.
+            # If the two parts together decode to the whole text, the cut splits no character.
             if len(head) <= certain and head + self._table.decode_within(self._tail[cut:]) == text:
                 del self._tail[:cut]
                 self._within = True
@@ -138,7 +138,7 @@ class TokenOffsets:
         self._detokenizer = Detokenizer(table, prompt=prompt, within=within)
 
     def text_and_bytes(self, token_id: int) -> tuple[str, bytes]:
-        """Return the text and bytes of a token that comes next; U+FFFD for part of a character."""
+        """Return text and bytes of a token that comes next. Part of a character shows as U+FFFD."""
         return self._detokenizer.text_and_bytes(token_id)
 
     def push(self, token_id: int) -> int:

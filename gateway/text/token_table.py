@@ -23,7 +23,8 @@ _PRINTED = [
 _UNPRINTED = [byte for byte in range(256) if byte not in _PRINTED]
 _BYTE_OF_LETTER = {chr(byte): byte for byte in _PRINTED}
 _BYTE_OF_LETTER |= {chr(256 + i): byte for i, byte in enumerate(_UNPRINTED)}
-# An unfinished last character, and the character before it, begin within this many last tokens.
+# An unfinished last character, and the character before it, begin within the last 8 tokens of a
+# text.
 _CHARACTER_TOKENS = 8
 # The number of tokens that are tried if no token is a single letter or digit.
 _SEARCHED = 4096
@@ -75,11 +76,11 @@ class TokenTable:
         return known
 
     def is_special(self, token_id: int) -> bool:
-        """True if the token is special, such as an end-of-sequence token, and has no text."""
+        """True if the token is special, such as an end-of-sequence token. Mostly it has no text."""
         return token_id in self._special
 
     def token_text(self, token_id: int) -> str:
-        """Return a token's text: a special token's name, or U+FFFD for part of a character."""
+        """Return a token's text: for a special token its name, for part of a character U+FFFD."""
         text: str = self._tokenizer.decode([token_id], skip_special_tokens=False)
         return text
 

@@ -98,7 +98,7 @@ class _Calls:
         return self._tags()
 
     def after_first(self, text: Json | None) -> list[Json]:
-        """Return what may follow the first call or section: `text` if given, or else only calls."""
+        """Return what may follow the first call or section: `text` if given, else calls if any."""
         if not self._use.is_parallel:
             return []
         if text is not None:
@@ -182,9 +182,9 @@ def _held(tool: Tool, use: ToolUse) -> Json:
 
 
 def _closed(schema: Any) -> Any:
-    """Return the schema, closed to properties that it does not name, unless it may allow some.
+    """Return the schema, closed to properties that it does not name unless it may allow them.
 
-    A model would otherwise invent arguments, which no function takes.
+    A model would otherwise invent arguments that the function does not take.
     """
     if not isinstance(schema, Mapping):
         return schema

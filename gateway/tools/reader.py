@@ -183,7 +183,7 @@ class AnswerReader:
         elif self._step == self._call and self._may_be_content:
             self._no_call(parts)
             return joined([*parts, *self.finish()])
-        # Any other text that is left was cut off within the marks of a call, and means nothing.
+        # Any other text that is left was cut off within a call or its marks, and means nothing.
         self._buffer = ""
         return joined(parts)
 
@@ -452,7 +452,7 @@ def _pattern(marks: CallMarks) -> re.Pattern[str]:
 
 
 def _held_from(text: str, marks: Sequence[str]) -> int:
-    """Return where the text's end may be the beginning of a mark; the text's length if nowhere."""
+    """Return from where on the text may be the beginning of a mark; its length if nowhere."""
     longest = max((len(mark) for mark in marks), default=1) - 1
     for at in range(max(0, len(text) - longest), len(text)):
         if any(mark.startswith(text[at:]) for mark in marks):

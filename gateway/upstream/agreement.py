@@ -60,7 +60,10 @@ class Agreement:
 
 
 async def _agreed(stub: TokenStreamServiceAsyncStub) -> int:
-    """Return the version that the verifier chooses. Raises OutriderError if they share none."""
+    """Return the version that the verifier chooses.
+
+    Raises OutriderError if gateway and verifier share no version, or if the call fails.
+    """
     own = token_streams_pb2.AgreeVersionRequest(
         oldest_version=SPOKEN.oldest, newest_version=SPOKEN.newest
     )

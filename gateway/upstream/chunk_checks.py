@@ -1,4 +1,4 @@
-"""Checks a verifier's messages: a broken verifier harms only its own requests.
+"""Checks a verifier's messages, so that a broken verifier harms only its own requests.
 
 This module knows nothing of requests, replicas and texts.
 """
@@ -73,7 +73,8 @@ def _false_logprob(known: TokenLogprob, info: ModelInfo) -> str:
         return _no_token(info)
     if len(listed) != len(known.top_logprobs):
         return "alternatives without a log probability each"
-    # JSON lacks NaN and infinity. Minus infinity is the log probability of an impossible token.
+    # JSON lacks NaN and infinity. Minus infinity is allowed: it is the log probability of an
+    # impossible token.
     if not all(value < math.inf for value in (known.logprob, *known.top_logprobs)):
         return "a log probability that is NaN or infinite"
     return ""

@@ -1,6 +1,7 @@
-"""Exports the load of a model's verifiers under vLLM's names, for pickers and autoscalers.
+"""Exports the load of a model's verifiers under vLLM's names.
 
-Pickers and autoscalers read these gauges from the server with OpenAI's API: the gateway.
+Autoscalers, and pickers that choose a server for each request, read these gauges from the server
+with OpenAI's API: the gateway.
 """
 
 from __future__ import annotations

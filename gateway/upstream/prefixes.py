@@ -1,4 +1,6 @@
-"""Records which replica was last sent each prefix of a prompt, and so probably has it cached.
+"""Records to which replica each prefix of a prompt was last sent.
+
+This replica probably has the prefix cached.
 
 This module knows replicas only as addresses, and nothing of requests.
 """
@@ -11,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 
 BLOCK_TOKENS = 64
-# All prefixes together have 8 million tokens, and take some 30 MB.
+# This number of prefixes stands for 8 million tokens, and takes some 30 MB.
 _MOST_PREFIXES = 2**17
 
 
@@ -35,7 +37,7 @@ def prefixes(tenant: str, token_ids: Sequence[int]) -> list[bytes]:
 
 
 class PrefixRecord:
-    """Maps each prefix to the address where it was last sent.
+    """Maps each prefix to the address to which it was last sent.
 
     The least recently used prefix is dropped first.
     """

@@ -51,8 +51,8 @@ class Replica:
         """The sequences that run on this replica, or that wait for another replica since this
         replica was lost."""
         self.unread_count = 0
-        """How many of these sequences have no place in the verifier's batch or queue: they are
-        paused or have ended, and their clients have not read the rest yet."""
+        """How many of `sequences` have no place in the verifier's batch or queue: they are
+        paused or have ended, and their clients have not read the end of the answer yet."""
         self.foreign_count = 0
         """How many sequences of other gateways and callers the verifier had at the last poll."""
         self.round_trip_s: float | None = None
@@ -64,7 +64,7 @@ class Replica:
         self.full = False
         """True if the verifier's queue has refused a sequence since the last poll."""
         self.retired_at: float | None = None
-        """When the verifier's DNS name lost its address (monotonic seconds); None if it has it."""
+        """When the DNS name lost the verifier's address (monotonic seconds); None if it has it."""
         self._earlier: dict[asyncio.Task[None], VerifierStream] = {}
         self._agreement = Agreement()
         self._dial()
@@ -180,8 +180,8 @@ class Replica:
         """Note that `error` ended a sequence of `stream`.
 
         A verifier with a full queue still takes new requests. After any other error a verifier gets
-        no requests until it has been polled, which happens at once. An earlier connection may
-        end while the verifier is well.
+        no requests until it has been polled, which happens at once. An error of an earlier
+        connection changes nothing: this connection may end while the verifier is well.
         """
         if error.reason is Reason.OVERLOADED:
             self.full = True

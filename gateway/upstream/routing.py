@@ -1,8 +1,8 @@
 """Polls the verifier's replicas, and picks a ready replica for each request.
 
-The router picks the replica that was sent the longest beginning of the prompt before, leaving out
-replicas that have clearly more to do than the others. Without such a replica, it picks the least
-busy replica.
+The router picks the replica that earlier got the longest beginning of the prompt. It leaves out
+replicas that have clearly more to do than the others. If no such replica is left, it picks the
+least busy replica.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _STARTUP_S = 30.0
 # of the mean load, plus `_SPARE_LOAD`.
 _MOST_LOAD = 1.25
 _SPARE_LOAD = 1 / 16
-# A replica that has vanished from its name takes requests for at most this time.
+# A replica whose address has vanished from its DNS name takes requests for at most this time.
 _HANDOVER_S = 30.0
 _LEFT = OutriderError(Reason.VERIFIER_UNAVAILABLE, "its name no longer has its address")
 # Errors of one replica after which a sequence moves to another replica.
@@ -105,13 +105,14 @@ class Router:
         self._fingerprint = fingerprint
         self._tls = tls
         self.sent = PrefixRecord()
-        """Which replica was last sent which prefixes."""
+        """Records to which replica each prefix was last sent."""
         self._on_ready: Callable[[bool], Awaitable[None]]
         self._polls: dict[Replica, asyncio.Task[None]] = {}
         self._following: asyncio.Task[None] | None = None
         self._reported_ready: bool | None = None
-        # This event is set, and replaced by a new event, at each change of readiness. A task that
-        # takes the event before it reads the replicas cannot miss a change.
+        # This event is set, and replaced by a new event, after each poll of a ready replica, and
+        # when the gateway begins to drain. A task that takes the event before it reads the replicas
+        # cannot miss a change.
         self._changed = asyncio.Event()
         self._cut_off = False
         self._logged_differing: list[str] = []
@@ -159,7 +160,7 @@ class Router:
                 del self._polls[replica]
 
     async def drain(self, seconds: float) -> None:
-        """Refuse new requests, let running sequences run for `seconds`, and fail those left."""
+        """Refuse new requests, let sequences run for `seconds`, and fail those that still run."""
         self.draining = True
         self._wake()
         deadline = time.monotonic() + seconds
@@ -226,7 +227,7 @@ class Router:
             replica.fail_sequences(for_callers(problem), waiting_only=may_be_slow)
 
     def _report_differing(self) -> None:
-        """Log a change of the models whose replicas differ."""
+        """Log each new difference between the ready replicas of a model."""
         problems = [explain_differing(*each) for each in self.differing.items()]
         for problem in problems:
             if problem not in self._logged_differing:
@@ -363,8 +364,8 @@ class Router:
         """Return the replicas of one model, or of all models, that may get requests.
 
         Those are the ready replicas. A DNS name may move to a new verifier before the gateway has
-        reached that verifier. So a retired replica takes requests for _HANDOVER_S, while no replica
-        that has its address still serves any of the retired replica's model names.
+        reached that verifier. So a retired replica takes requests for _HANDOVER_S, as long as
+        no replica that is not retired serves any of the retired replica's model names.
         """
         in_time = time.monotonic() - _HANDOVER_S
         picks = [

@@ -75,9 +75,9 @@ class VerifierStream:
         When MOST_UNREAD chunks wait to be read, the sequence is paused at the verifier, until only
         a few of them wait. `on_pause` is called with each change, see `ReadAhead`.
         Closing the iterator cancels the sequence. Raises OutriderError: the verifier's error,
-        VERIFIER_UNAVAILABLE if the stream breaks, REQUEST_TOO_LARGE, SLOW_READER if the sequence
-        is paused and nothing is read for `unread_s`, and DEADLINE_EXCEEDED at the monotonic time
-        `ends_at`.
+        VERIFIER_UNAVAILABLE if the stream breaks, REQUEST_TOO_LARGE if the request does not fit in
+        a message, SLOW_READER if the sequence is paused and nothing is read for `unread_s`, and
+        DEADLINE_EXCEEDED at the monotonic time `ends_at`.
         """
         if self._call is None or self._call.ended:
             # The task gets an empty context: later log lines of the stream do not belong to this
@@ -267,8 +267,8 @@ class _StreamCall:
             if gone and error.reason is Reason.VERIFIER_UNAVAILABLE:
                 error = self._on_lost(error)
             elif error.reason is Reason.SLOW_READER:
-                # The gateway read too slowly, not the clients. The sequences therefore go on in a
-                # new call.
+                # The gateway itself read too slowly, not its clients. The sequences therefore go on
+                # in a new call.
                 error = replace(error, reason=Reason.VERIFIER_UNAVAILABLE)
         except OutriderError as violation:
             # The gateway's caller is not at fault.

@@ -15,7 +15,8 @@ _TREE_TOKENS = 24
 _CONTEXT = [51, 52, 53]
 _ONE = [*range(60, 68)]
 _OTHER = [*range(80, 88)]
-# The last token, 99, is new, so that the context is the longest match for the sequence's end.
+# The last token, 99, occurs nowhere else. So if the context follows `_FORK`, the longest match for
+# the end of that text is the context.
 _FORK = [*[*_CONTEXT, *_ONE, *_CONTEXT, *_OTHER] * 2, 99]
 # Maps each token, except 99 and the context's first token, to the only token that comes before it.
 _BEFORE = {
@@ -33,7 +34,8 @@ async def trees(stage: Stage) -> None:
         asked = opened([*_FORK, *_CONTEXT[:end]], tree_tokens=_TREE_TOKENS)
         known = await begin(link, asked, "answers-opened")
         await settled(stage, link, known)
-        # Commit `_ONE`: `_OTHER` followed the context the last time.
+        # Commit the beginning of `_ONE`. A chain would guess `_OTHER`, which followed the context
+        # the last time.
         committed = [*_CONTEXT[end:], *_ONE[:2]]
         await go_on(link, known, "answers-verdicts", committed, tree_tokens=_TREE_TOKENS)
         await settled(stage, link, known)
@@ -42,7 +44,7 @@ async def trees(stage: Stage) -> None:
 
 
 def _check_trees(stage: Stage, known: TrackedSequence) -> None:
-    """Compare each branch's parent with the token that comes before the branch in the sequence.
+    """Compare the parents of branches with the tokens that come before the branches in the text.
 
     Looks only at tokens whose parent is not the token sent just before, since a chain does not show
     how the drafter counts parents. A model may guess anything, so tokens that are not in the

@@ -33,7 +33,7 @@ from outrider.process.security.tls import Tls
 from outrider.v1 import verifier_pb2
 
 HIDDEN_SIZE = 16
-"""The size of a hidden state, unless the caller gives the size of the drafter's own target."""
+"""The number of values in a hidden state, unless the caller gives that of the drafter's target."""
 _START_S = 60.0
 _BACK_S = 8.0
 _EXIT_S = 5.0
@@ -279,8 +279,8 @@ def check_drafter(
 
     `command` starts the drafter; {address} in it stands for the verifier's address. `transcript`
     is a file for all messages, one JSON object a line. With `certs`, a folder that `outrider certs`
-    made, the verifier demands mutual TLS. Raises OutriderError(INVALID_VALUE) if a file that it
-    needs from this folder is missing.
+    made, the verifier demands mutual TLS. Raises OutriderError(INVALID_VALUE) if the verifier's
+    certificate, its key or the authority is missing from this folder.
     """
     tls = None
     if certs is not None:

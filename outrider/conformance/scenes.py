@@ -38,7 +38,7 @@ _IDLE_S = 2.5
 
 
 async def rounds(stage: Stage) -> None:
-    """Commit the drafter's own guesses and tokens that it did not guess, in turn."""
+    """Commit the drafter's own guesses, then tokens that it did not guess, and so on."""
     link = await stage.link()
     known = await begin(link, opened(), "answers-opened")
     stage.passed("answers-opened")
@@ -240,8 +240,8 @@ async def draining(stage: Stage) -> None:
     link.send(verifier_pb2.StreamDraftsResponse(draining=goodbye))
     await go_on(link, known, "serves-while-draining", [23])
     stage.passed("serves-while-draining")
-    # A Python drafter that writes while the stream ends gets INTERNAL instead of this status:
-    # github.com/grpc/grpc/issues/36066.
+    # Let the drafter finish its writes: a Python drafter that writes while the stream ends gets
+    # INTERNAL instead of this status (github.com/grpc/grpc/issues/36066).
     await asyncio.sleep(_QUIET_S)
     link.end(refused(Reason.DRAINING, _RETRY_S))
     ended_at = time.monotonic()

@@ -22,7 +22,8 @@ from outrider.protocol.wire import drafts as wire_drafts
 from outrider.testing import DraftStream, ScriptedVerifier
 from outrider.v1 import drafts_pb2, verifier_pb2
 
-# Of a prompt, only the 32 tokens before the last get features, so that no message becomes long.
+# Of a prompt, only the 32 tokens before the last token get features, so that no message becomes
+# long.
 _PROMPT_FEATURES = 32
 Note = Callable[[str, dict[str, Any]], None]
 """Takes the sender's name and its message, for the transcript."""
@@ -160,7 +161,7 @@ class KitsVerifier(ScriptedVerifier):
         return Link(hello, ledger, self._note, self.feature_width(hello))
 
     def feature_width(self, hello: drafts_pb2.Hello) -> int:
-        """Return a feature's size; 0 unless the drafter asks for features of a known type."""
+        """Return how many numbers a feature has; 0 unless the drafter asks for a known type."""
         request = hello.feature_request
         is_known = request.dtype in drafts_pb2.FeatureDtype.values()
         if drafts_pb2.CAPABILITY_FEATURES not in hello.capabilities or not is_known:

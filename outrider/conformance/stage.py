@@ -19,7 +19,7 @@ TEXT = [11, 12, 13, 14, 15, 16] * 4
 
 
 class Stage(Protocol):
-    """The interface of the kit for scenes."""
+    """The part of the kit that scenes may call."""
 
     verifier: KitsVerifier
 
@@ -98,6 +98,6 @@ async def go_on(
 
 
 async def still_there(link: Link, rule: str) -> None:
-    """Check that the drafter answers a new sequence on the same stream; then close it."""
+    """Check that the drafter answers a new sequence on the same stream; then close the sequence."""
     known = await begin(link, opened(), rule)
     link.step(closed=[drafts_pb2.Closed(sequence_id=known.opened.sequence_id)])

@@ -143,7 +143,7 @@ class DraftSequence:
         self._tree.branch(at, run[:depth], confidences, self.branch_room)
 
     def guessed_at(self, at: int) -> set[int]:
-        """Return the tokens guessed after the first `at` guesses: the chain's and the branches'."""
+        """Return the tokens guessed right after the first `at` guesses, in chain and branches."""
         return self._tree.first_tokens(at)
 
     def has_guess_after(self, at: int, token: int) -> bool:
@@ -159,7 +159,7 @@ class DraftSequence:
         self._branches_given_up = True
 
     def postpone(self) -> None:
-        """Have `propose` called again for this sequence, even if this call of it offers nothing.
+        """Have `propose` called again for this sequence, even if the present call offers nothing.
 
         A strategy calls this in `propose`.
         """
@@ -189,8 +189,8 @@ class DraftSequence:
         """Return a proposal of the chain and the new branches; None if nothing is new.
 
         The proposal repeats the chain from the last committed token, so that it needs no earlier
-        proposal. If only some guesses have a confidence, each other main guess gets `acceptance`,
-        and each other guess beside a main guess gets half of `1 - acceptance`.
+        proposal. If only some guesses have a confidence, the others get an estimate: `acceptance`
+        for a main guess, and half of `1 - acceptance` for a guess beside a main guess.
         """
         return self._tree.take(self.id, len(self.tokens))
 

@@ -65,7 +65,7 @@ async def wait_until_ready(
             state = f"{failure.code().name}: {reason}"
         if tls is not None and tls.stamp() != stamp:
             raise OutriderError(Reason.VERIFIER_UNAVAILABLE, "the certificate's files have changed")
-        # A refused certificate does not get better by waiting, so it is logged at once.
+        # Waiting does not help if a certificate is refused, so the refusal is logged at once.
         if state != logged and (is_refused or clock() > log_after):
             log.info("waiting for the verifier (%s)", state)
             logged = state

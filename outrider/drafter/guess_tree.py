@@ -122,7 +122,7 @@ class GuessTree:
                 guess.unsent = True
 
     def first_tokens(self, place: int) -> set[int]:
-        """Return the tokens after the chain's first `place` guesses, in the chain and branches."""
+        """Return the tokens guessed right after the chain's first `place` guesses."""
         return {self.chain[place], *self._branches.get(place, ())}
 
     def has_guess_after(self, place: int, token: int) -> bool:
@@ -194,8 +194,7 @@ class GuessTree:
         """Return a proposal of the chain and of the branches' new guesses; None if nothing is new.
 
         The proposal repeats the chain from the root, so that it needs no earlier proposal. If only
-        some guesses have a confidence, each other main guess gets `acceptance`, and each other
-        guess beside a main guess gets half of `1 - acceptance`.
+        some guesses have a confidence, `_filled` estimates the others.
         """
         if not self.has_unsent:
             return None
@@ -238,7 +237,11 @@ def _append(
 
 
 def _filled(confidences: Sequence[float], parents: Sequence[int], acceptance: float) -> list[float]:
-    """Return a proposal's confidences, with estimates where the strategy gave none."""
+    """Return a proposal's confidences, with estimates where the strategy gave none.
+
+    The estimate is `acceptance` for a main guess, and half of `1 - acceptance` for a guess beside
+    it.
+    """
     found: list[float] = []
     known: set[int] = set()
     for given, parent in zip(confidences, parents or range(len(confidences)), strict=True):

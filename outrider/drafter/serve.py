@@ -37,8 +37,8 @@ def serve(
 ) -> None:
     """Draft for one or several verifiers until SIGTERM or SIGINT; reconnect when one restarts.
 
-    A `verifier` is host:port, unix:/path, or dns:NAME:PORT for all addresses that NAME has at the
-    time. `draft` is a function (text, count) → tokens, or a Strategy class; each connection makes
+    A `verifier` is host:port, unix:/path, or dns:NAME:PORT for all addresses that NAME has at any
+    moment. `draft` is a function (text, count) → tokens, or a Strategy class; each connection makes
     an instance of the class. `name` is the family's name in requests and metrics. `drafter_id`
     defaults to name, host and process id. `tokenizer_fingerprint` defaults to the verifier's own,
     for drafters that work with any ids. `tls` has the files of mutual TLS, which verifiers with TLS
@@ -150,7 +150,7 @@ class DraftStreams:
     async def _take(self, addresses: Sequence[str]) -> None:
         """Start a stream to each new address, and stop dialling an address that is gone.
 
-        If the verifier at a gone address has registered the stream, the stream goes on until the
+        If the verifier at a gone address has registered this drafter, the stream goes on until the
         verifier ends it.
         """
         if self._is_stopping:

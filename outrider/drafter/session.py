@@ -104,10 +104,11 @@ class DraftSession:
     async def round(self, interrupted: Callable[[], bool]) -> DraftBatch:
         """Draft until there is something to send, and return it.
 
-        After an empty batch, apply a message before the next round. Sequences that the verifier
-        may be waiting for come first; other sequences run ahead only when there is no such
-        sequence. `interrupted` returns True if a message waits to be applied; then the round ends
-        with the guesses so far.
+        The batch is empty if there is nothing to draft, or if an interrupted round found no guess.
+        In that case, apply a message before the next round. Sequences that the verifier may be
+        waiting for come first; other sequences run ahead only when there is no such sequence.
+        `interrupted` returns True if a message waits to be applied; then the round ends with the
+        guesses so far.
         """
         started = self._clock()
         while asked := self._next():
@@ -137,7 +138,7 @@ class DraftSession:
         return batch
 
     async def _propose(self, asked: list[DraftSequence], interrupted: Callable[[], bool]) -> None:
-        """Ask for all sequences at once; if that fails, ask for each sequence separately."""
+        """Call the strategy for all sequences at once; if that fails, for each separately."""
         try:
             await self._strategy.propose(asked, interrupted)
         except self._propagated:

@@ -98,7 +98,10 @@ class DraftStream:
         await self._left.wait()
 
     async def run(self) -> None:
-        """Serve until `stop`; raise OutriderError if the verifier refuses this drafter for good."""
+        """Serve until `stop`; raise OutriderError if the verifier refuses this drafter for good.
+
+        Also raises the strategy's `fatal` exceptions.
+        """
         while not self._stopping.is_set():
             try:
                 await self._connect()
@@ -109,7 +112,8 @@ class DraftStream:
                 error = end.error
                 if error.retry is Retry.NEVER:
                     raise error from end
-            # The verifier sent an invalid message. A new stream starts from a clean state.
+            # For example, the verifier sent an invalid message. A new stream starts from a clean
+            # state.
             except OutriderError as violation:
                 error = violation
             # A fault of the strategy that a new connection may clear.

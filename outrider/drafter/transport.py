@@ -22,10 +22,11 @@ class StreamEnded(Exception):
 
 
 class Transport(Protocol):
-    """One draft stream. All methods raise StreamEnded when the verifier has ended the stream.
+    """One draft stream.
 
-    Only `read` returns None instead, if the verifier ended the stream without error. `introduce`
-    comes first; later, `read` may run beside the other methods.
+    All methods raise StreamEnded if the verifier ended the stream with an error. If the verifier
+    ended the stream without error, `read` returns None, and writes may do nothing or raise
+    StreamEnded. `introduce` comes first; later, `read` may run beside the other methods.
     """
 
     address: str

@@ -142,9 +142,9 @@ class ArgumentRules:
         return " ".join(parts) or EMPTY
 
     def _parameter(self, name: str, schema: Any, tags: Tags) -> str:
-        """Return a rule for a parameter with all its values.
+        """Return the body of a rule for a parameter with any of its values.
 
-        If `name` is empty, the rule is for a parameter that the schema does not name.
+        If `name` is empty, the rule is for any parameter that the schema does not name.
         """
         types = self._types.of(schema)
         if not tags.says_text:
@@ -236,7 +236,7 @@ class ArgumentRules:
         return TEXT if TEXT in options else " | ".join(options)
 
     def _words(self, schema: Any, types: frozenset[str]) -> list[str]:
-        """Return terminals for null, booleans and numbers, which a schema allows beside strings."""
+        """Return terminals for null, the booleans and the numbers that a schema allows."""
         found = []
         for each in branches(schema, self._root):
             kinds = types_of(each) & types
@@ -244,7 +244,7 @@ class ArgumentRules:
                 values = [value for value in each["enum"] if json_type(value) in _SCALARS]
                 found += [literal(json.dumps(value)) for value in values]
                 continue
-            # A regular expression cannot bound a number, so numbers with bounds are left out.
+            # These terminals cannot bound a number, so numbers with bounds are left out.
             is_open = not each.keys() & {*BOUNDS}
             found += [literal(word) for kind in sorted(kinds) for word in WORDS.get(kind, ())]
             if kinds & {"number", "integer"} and is_open:

@@ -1,7 +1,7 @@
 """Takes a JSON schema apart: the types of its values, and its alternatives.
 
-This module works with JSON Schema alone. A schema may be hostile here, as nobody has checked it
-yet.
+This module works with JSON Schema alone. The gateway uses `Types` for schemas that nobody has
+checked yet, and that may be hostile.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def _list(value: object) -> Sequence[Any]:
 
 
 def resolved(root: Any, reference: str) -> Any:
-    """Return the schema to which a reference within the root leads; True if it leads nowhere."""
+    """Return the schema in `root` that a reference leads to; the schema True if there is none."""
     from urllib.parse import unquote
 
     found = root
@@ -190,8 +190,8 @@ class _Moved:
 def branches(schema: Any, root: Any, depth: int = 0) -> list[Json]:
     """Return the alternatives of a schema, without anyOf, allOf and references at their top.
 
-    A pattern becomes the list `patterns`. There is no alternative if no value can satisfy the
-    schema's types and bounds. Raises NotEnforceable.
+    A pattern becomes the list `patterns`. An alternative whose types and bounds no value can
+    satisfy is left out. Raises NotEnforceable.
     """
     if depth > _MAX_DEPTH:
         raise NotEnforceable(_TOO_MANY)
@@ -221,7 +221,7 @@ def branches(schema: Any, root: Any, depth: int = 0) -> list[Json]:
 
 
 def _narrowed(branch: Json) -> Json | None:
-    """Return the schema without the types and listed values that it forbids elsewhere.
+    """Return the schema without the types and listed values that its other keywords forbid.
 
     Return None if nothing is left.
     """

@@ -28,8 +28,8 @@ from outrider.process.workers.worker import STACK_BYTES
 
 _Result = TypeVar("_Result")
 
-# A tenant uses at most one of the threads. Tenants whose grammars take long share half of the
-# threads.
+# A tenant uses at most one of the threads. Tenants whose grammars take long use at most half of the
+# threads, all together.
 _THREAD_COUNT = 4
 _SPARE_THREADS = 2
 # A priority below the engine's, so that compiling takes little of a forward's time.
@@ -97,9 +97,10 @@ class GrammarCompiler:
 
         The wait for a free thread has no time limit.
 
-        Raises OutriderError: INVALID_VALUE that names the field for a grammar that is invalid,
-        allows no text, or takes too much memory or more processor time than `compile_seconds`; and
-        NOT_READY if two workers in succession were killed, or none could be started.
+        Raises OutriderError(INVALID_VALUE) that names the field for a grammar that is invalid,
+        cannot be enforced, allows no text, or takes too much memory or more processor time than
+        `compile_seconds`. Raises OutriderError(NOT_READY) if two workers in succession were killed,
+        or none could be started.
         """
         cached = self.cache.get(grammar)
         if cached is not None:
@@ -119,9 +120,9 @@ class GrammarCompiler:
     async def matcher_async(
         self, grammar: Grammar, committed: Sequence[int], tenant: str = ""
     ) -> TextMatcher:
-        """Compile a grammar as above, and advance a matcher past these committed tokens.
+        """Compile a grammar as `compile_async` does, and advance a matcher past committed tokens.
 
-        Raises OutriderError as above, and INVALID_VALUE for a token that `advanced` refuses.
+        Raises OutriderError as `compile_async` and `advanced` do.
         """
         compiled = await self.compile_async(grammar, tenant)
         if not committed:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-# Schemas of these types hold other schemas. Values of all other types end.
+# Values of these types hold other values, and may be endless. Values of all other types are finite.
 _NESTED = {"object", "array"}
 
 Find = Callable[[str], Any]
@@ -38,7 +38,7 @@ class _Finite:
         self._find = find
 
     def note(self, schema: Mapping[str, Any]) -> bool:
-        """Note a schema as finite if all that it needs is known to be; return whether it is."""
+        """Note a schema as finite if all schemas that it needs are; return whether it is finite."""
         if self._parts(schema) and self._own(schema):
             self._known.add(id(schema))
         return id(schema) in self._known

@@ -66,5 +66,5 @@ PATTERNS = {name: f"^(?:{pattern})$" for name, pattern in _WHOLE.items()}
 UNENFORCED = frozenset(
     ["idn-email", "idn-hostname", "iri", "iri-reference", "uri-template", "regex"]
 )
-"""Formats of JSON Schema that cannot be enforced. Formats in neither list, such as int32, only
-describe a value."""
+"""Formats of JSON Schema that cannot be enforced. Formats that are neither here nor in `PATTERNS`,
+such as int32, only describe a value."""

@@ -1,9 +1,9 @@
 r"""Translates GBNF, llama.cpp's language, to Lark with LLGuidance's own translation.
 
 LLGuidance's translation accepts few escapes, so this module first writes every character in a form
-that it accepts. A part of a grammar without recursion becomes a regular expression, so its texts
-are exactly GBNF's. Between parts with recursion, a part without recursion takes the longest text
-that it can, where GBNF would try shorter texts too.
+that the translation accepts. Each part without recursion becomes a regular expression, so its texts
+are exactly GBNF's. But between parts with recursion, a part without recursion takes the longest
+text that it can, whereas GBNF would try shorter texts too.
 """
 
 from __future__ import annotations

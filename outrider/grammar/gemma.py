@@ -27,7 +27,7 @@ _KEY = "[A-Za-z_][A-Za-z0-9_.-]*"
 _COMMA = '","'
 _JOINT = f" {_COMMA} "
 _MAX_DEPTH = 64
-# Keywords that restrict an array, and an object.
+# For arrays and for objects: the keywords that restrict them.
 _INNER = {
     "array": frozenset(["items", "prefixItems", "minItems", "maxItems"]),
     "object": frozenset(
@@ -53,7 +53,7 @@ class GemmaRules:
         self._depth = 0
 
     def object(self, schema: Json) -> str:
-        """Return the rule for an object of a schema without alternatives at its top."""
+        """Return an expression for an object of a schema that has no alternatives at its top."""
         check_object(schema, self._refused)
         named = members(schema)
         rest = schema.get("additionalProperties", True)

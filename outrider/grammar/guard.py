@@ -29,7 +29,7 @@ _FREE_TOKENS = 20
 # checked by then stay unchecked: the guard finds mistakes of the backends, and a grammar that keeps
 # the guard busy harms only its own request.
 GUARD_SECONDS = 0.3
-# No new text is started after this time.
+# After this CPU time no text is begun or continued.
 _SECONDS = 0.25
 
 
@@ -44,7 +44,8 @@ class Guard:
 
         Raises OutriderError(INVALID_VALUE) for a wrong text or a dead end. `grammar` is the
         request's grammar, not a translation. GBNF and structural tags have no independent check.
-        After 0.25 s no further text is started, but the check of a single text may never end.
+        After 0.25 s of CPU time no text is begun or continued, but the check of a single text may
+        never end.
         """
         is_right = check_of(grammar)
         if is_right is None:

@@ -123,7 +123,7 @@ class LarkRules:
         return self.rule(json_rule(schema, is_plain=is_plain))
 
     def mark(self, text: str) -> str:
-        """Return an expression for only this text.
+        """Return an expression that matches only this text.
 
         Where the text has a special token's name, the output may have that token, or spell the name
         with other tokens.

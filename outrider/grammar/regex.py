@@ -1,10 +1,10 @@
 r"""Translates regular expressions into a small dialect.
 
-Python's parser reads them, so that no unknown construct passes. The result is a full match: it has
-literals, classes of ranges, groups, alternatives and counts, but no anchors, flags or shorthands.
-A pattern within a JSON schema is ECMAScript's, and searches a string. Where Python and ECMAScript
-differ, the result matches only what both match, since validators are written in either language. A
-regular expression that is a whole grammar means Python's `re.fullmatch`.
+Python's parser reads them, so that no unknown construct passes. The result matches whole texts. It
+has literals, classes of ranges, groups, alternatives and counts, but no anchors, flags or
+shorthands. A pattern within a JSON schema is ECMAScript's, and searches a string. Where Python and
+ECMAScript differ, the result matches only what both match, since validators are written in either
+language. A regular expression that is a whole grammar means Python's `re.fullmatch`.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _ECMASCRIPT_ONLY = re.compile(r"\\.|(\[\^?\])|\[(?:\\.|[^\]\\])*\]?|(\{,\d+\})|.
 
 
 class _Edge(Enum):
-    """The neighbour at one end of a part: the rest of the pattern, the text's end, or anything."""
+    """What is next to an end of a part: more of the pattern, an end of the text, or any text."""
 
     INSIDE = auto()
     ANCHORED = auto()
@@ -86,7 +86,7 @@ def schema_text(text: str, keyword: str, field: str) -> None:
 
 
 def literal(text: str) -> str:
-    """Return a regular expression for only this text."""
+    """Return a regular expression that matches only this text."""
     return "".join(c if c.isalnum() else rf"\U{ord(c):08x}" for c in text)
 
 

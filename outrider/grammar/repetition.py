@@ -14,8 +14,8 @@ from outrider.errors import invalid
 # The time for a mask grows with the count.
 MAX_REPETITIONS = 10_000
 # Unterminated parts match as well, so that one pass reads any text. No count can hide in such a
-# part, because LLGuidance refuses a grammar that has one. An escape may have braces of its own, as
-# in \u{1F600}. A character class may begin with the bracket that elsewhere closes it.
+# part, because LLGuidance refuses a grammar with an unterminated part. An escape may have braces of
+# its own, as in \u{1F600}. A character class may begin with the bracket that elsewhere closes it.
 _PATTERN = re.compile(
     r"\\[pPuUxX]\{[^{}]{0,64}\}"
     r"|\\."

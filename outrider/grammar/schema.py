@@ -42,7 +42,7 @@ _MIN_NUMBER = 1e-15
 _MAX_MULTIPLE = 1024
 _MAX_COMMON_MULTIPLE = 2**31 - 1
 _MAX_NESTING = 64
-# Keywords with an object of named schemas, with a list of schemas, and with one schema.
+# Keywords whose value may be an object of named schemas, a list of schemas, or one schema.
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
 _SINGLE = ("items", "additionalProperties", "additionalItems", "propertyNames")
@@ -121,7 +121,7 @@ class _Translator:
             raise invalid(self._field, f"is nested more than {_MAX_NESTING} deep")
         self._places[place] = schema
         if not isinstance(schema, Mapping):
-            # The metaschema's check refuses values that are no boolean.
+            # The schema is a boolean: the metaschema's check refuses all other values.
             return schema
         self._check(schema, place)
         found = dict(schema)

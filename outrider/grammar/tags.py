@@ -99,7 +99,7 @@ class _Tag:
         return f"{found} {self._rules.mark(after)}"
 
     def _schemas(self, part: Mapping[str, Any], after: str) -> str:
-        """Return a rule for JSON that satisfies one of several schemas, with Python's blanks.
+        """Return an expression for JSON that satisfies one of several schemas, in Python's layout.
 
         XGrammar has no such element. If schemas whose texts begin alike had separate rules, the
         rules would exclude each other.

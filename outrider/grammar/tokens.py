@@ -24,7 +24,7 @@ def within_texts(described: str) -> str:
     """Return a tokenizer's JSON, changed so that each text is read as the middle of a longer one.
 
     LLGuidance tokenises the text that must follow. If a tokenizer put a space before each text, the
-    text that must follow would begin with another token. And LLGuidance does not know that the
+    text that must follow would begin with a wrong token. LLGuidance also does not know that the
     decoder Metaspace writes "▁" as a space.
     """
     parts = json.loads(described)

@@ -88,7 +88,7 @@ class Trial:
             raise invalid(grammar.field, problem) from cause
 
     def _answer(self, grammar: Grammar) -> Compiled:
-        """Compile the grammar without its thought, which a random text would hardly ever end."""
+        """Compile the grammar without its thought: random tokens would hardly ever end it."""
         alone = replace(grammar, thought=None)
         return compile_only(self._libraries, translate(alone, self._libraries.specials))
 

@@ -263,7 +263,8 @@ def open_tensors(path: Path, field: str = "head") -> Iterator[Any]:
 def read_index(path: Path, field: str = "head") -> dict[str, str]:
     """Read an index of safetensors files, which maps a tensor's name to its file.
 
-    Raises OutriderError(INVALID_VALUE) that blames `field`, also for a file in another folder.
+    Raises OutriderError(INVALID_VALUE) that blames `field`, also if the index names a file in
+    another folder.
     """
     try:
         places = json.loads(path.read_text())["weight_map"]
@@ -277,7 +278,7 @@ def read_index(path: Path, field: str = "head") -> dict[str, str]:
 
 
 def open_weights(folder: Path, wanted: Callable[[str], bool] = lambda name: True) -> Weights:
-    """Read from a folder's safetensors files only the tensors whose names are `wanted`.
+    """Read from a folder's safetensors files only the tensors whose names `wanted` accepts.
 
     Raises OutriderError(INVALID_VALUE), also for pickled files, which are never opened here.
     """

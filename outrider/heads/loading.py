@@ -91,7 +91,7 @@ def load_projections(
 
 
 def target_weights(target: str | Path) -> TargetWeights:
-    """Read only the two matrices of a target that a head shares with it.
+    """Read only the two matrices of a target that a head may share with it.
 
     `target` is a directory or hub id. Raises OutriderError(INVALID_VALUE) if its safetensors files
     have no embeddings or cannot be read, and OutriderError(MODEL_NOT_FOUND) if there is no such

@@ -42,7 +42,7 @@ _ROWS_AFTER = 64
 
 
 class NoPages(Exception):
-    """The head's cache has too few free pages; nothing has changed."""
+    """The head's cache has too few free pages; no token was committed and no row was read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,11 +100,11 @@ class Extension:
 class HeadProposal:
     """Guesses for B sequences, `count` each, as target ids.
 
-    `tokens` [B, count] are a chain: each token was guessed after the tokens before it. `best` [B,
-    count, width] are the likeliest tokens at each position, and `shares`, float32 of the
-    same shape, are the head's estimates of the probability that each is the next token.
+    `tokens` [B, count] are chains: each token was guessed after the tokens before it. `best` [B,
+    count, width] are the likeliest tokens at each position, and `shares`, float32 of the same
+    shape, are the head's estimates of the probability that each token of `best` is the next token.
     `confidences` [B, count] estimate the probability that a chain's token is accepted if the tokens
-    before it are.
+    before it are accepted.
     """
 
     tokens: torch.Tensor
@@ -138,7 +138,7 @@ class HeadModel(torch.nn.Module):
     siblings: ClassVar[Sequence[Sequence[str]]] = SIBLINGS
     """Groups of names of layers. A CPU computes each group as one product."""
     exact: tuple[str, ...] = ()
-    """Ends of the names of weights that stay float32 for every `dtype`."""
+    """Suffixes of the names of weights that stay float32 for every `dtype`."""
 
     def __init__(self, head: Head) -> None:
         super().__init__()
@@ -176,9 +176,10 @@ class HeadModel(torch.nn.Module):
     ) -> None:
         """Load the head's weights and make its cache of `page_count` pages.
 
-        A forward has at most `batch_rows` rows. The target's matrices are shared as they are if
-        they have this dtype and device; on a CPU, lm_head is a copy in the kernels' order. On a
-        CPU, `int8` keeps bfloat16 weights in int8, except the weights of the projection.
+        `extend` reads at most `batch_rows` rows in a forward. The target's matrices are shared as
+        they are if they have this dtype and device; on a CPU, lm_head is a copy in the kernels'
+        order. On a CPU, `int8` keeps bfloat16 weights in int8, except the weights of the
+        projection.
         """
         device = device or torch.device("cpu")
         projection = projection_tensors(head)
@@ -199,7 +200,8 @@ class HeadModel(torch.nn.Module):
         self.lm_head = linear_of(matrix)
         if device.type == "cpu":
             if int8 and self.projection is not None:
-                # The verifier may compute the projection instead, and guesses must be the same.
+                # The verifier may compute the projection instead, and the guesses must then be the
+                # same.
                 optimize_for_cpu(self.projection)
             optimize_for_cpu(self, self.siblings, int8=int8)
         self.target_ids = None if head.target_ids is None else head.target_ids.to(device)
@@ -283,7 +285,7 @@ class HeadModel(torch.nn.Module):
         return 0
 
     def capture(self, width: int) -> None:
-        """Capture CUDA graphs for rounds with at most `width` tokens a place, if the kind has any.
+        """Capture CUDA graphs for rounds with 1 or `width` tokens a place, if the kind has graphs.
 
         Call this after the file's interpretation is chosen, on the thread that runs the head.
         Raises torch.AcceleratorError if the device failed.
@@ -350,7 +352,7 @@ class HeadModel(torch.nn.Module):
                 raise ValueError("the last committed token, and those after it, have no feature")
 
     def _reserve_rows(self, batch: Sequence[Extension]) -> None:
-        """Give all sequences pages for their rows; raise NoPages before anything has changed."""
+        """Give all sequences pages for their rows; raise NoPages before any token is committed."""
         if self.cache is None:
             return
         lengths = []

@@ -189,7 +189,7 @@ class Attention(Module):
         """Let Q rows of each of B sequences see their cached tokens, and each other.
 
         The last Q of the K keys are the rows' own, which are not stored. The keys before them are
-        the places in the pages of each sequence. `seen_BQK` tells which keys a row sees.
+        those in the pages of each sequence. `seen_BQK` tells which keys a row sees.
         """
         batch, queries, _ = seen_BQK.shape
         query = self.queries(x_TC, rows.cos, rows.sin)

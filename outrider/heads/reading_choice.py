@@ -43,11 +43,11 @@ class Matches:
 
 @dataclass(frozen=True, slots=True)
 class ReadingChoice:
-    """The chosen interpretation, and the number of right guesses of each, likeliest first.
+    """The chosen interpretation, and each one's number of right guesses, the likeliest first.
 
     With each interpretation, `tried` first guesses were made. If the choice is not `clear`, another
-    interpretation is about as good, and the interpretation that is likeliest from the file alone
-    was kept.
+    interpretation has about as many right guesses as the best. The interpretation that is likeliest
+    from the file alone was kept, unless the best has clearly more right guesses.
     """
 
     spec: HeadSpec
@@ -186,7 +186,7 @@ class _Trial:
 
 
 def _decide(found: list[Matches], tried: int) -> ReadingChoice:
-    """Choose by the first guesses; if these do not differ, choose by the later guesses."""
+    """Choose by the first guesses, and between interpretations alike in these by later guesses."""
     best, clear = _best(found, [each.first for each in found], _first_guess)
     alike = [each for each in found if _first_guess(each) == _first_guess(best)]
     if len(alike) > 1:

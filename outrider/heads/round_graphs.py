@@ -99,9 +99,11 @@ class _Chosen:
     """The rows that the next level reads, as tensors: W rows of each of B sequences.
 
     CUDA graphs need these tensors at fixed addresses.
+
     `states` [B, W, C] are the states of the rows' parents. `products` [B, W], float64, are the
-    products of the probabilities along the rows' paths. `words` [B, W] are bitmasks of the earlier
-    rows that each row sees, and `bits` [W] are the next rows' own bits.
+    products of the probabilities along the rows' paths. `words` [B, W] are bitmasks of the tree's
+    rows that each row sees, itself included, and `bits` [W] are the own bits of the next level's
+    rows.
     """
 
     states: torch.Tensor

@@ -1,10 +1,10 @@
 """The normal form of a draft head, to which every published dialect is brought.
 
-Auxiliary layer k of a target is the residual stream that enters its layer k, as vLLM counts them.
-So k = 0 means the embeddings, and if k is the number of layers, it means the stream before the
-final norm. The final state is the input of the target's lm_head, after that norm. A feature row of
-one token is the wanted auxiliary layers, in the head's order, and then the final state if it is
-wanted.
+Auxiliary layer k of a target is the residual stream that enters its layer k, as vLLM counts
+auxiliary layers. So k = 0 means the embeddings, and if k is the number of layers, it means the
+stream before the final norm. The final state is the input of the target's lm_head, after that norm.
+A feature row of one token is the wanted auxiliary layers, in the head's order, and then the final
+state if it is wanted.
 """
 
 from __future__ import annotations
@@ -103,9 +103,9 @@ class HeadSpec:
     recycle_normed: bool = False
     """eagle3: the next step's feature is this step's output after the final norm."""
     scores_normed: bool = True
-    """eagle3: lm_head reads the output after the final norm, not before it."""
+    """eagle3, peagle: lm_head reads the output after the final norm, not before it."""
     join_bias: bool = False
-    """eagle, eagle3: whether `fc` has a bias; medusa: whether the blocks have a bias."""
+    """eagle, eagle3, peagle: whether `fc` has a bias; medusa: whether the blocks have a bias."""
     state_first: bool = False
     """mtp: the target's state comes before the embedding where the two are joined."""
     mask_token_id: int | None = None
@@ -119,16 +119,17 @@ class HeadSpec:
     causal_layers: tuple[bool, ...] = ()
     """dflash, dspark: for each layer, whether a row sees no later rows of its block."""
     window_from_anchor: bool = False
-    """dflash, dspark: whether all rows of a block see as far back as the anchor, as speculators
-    trains them; otherwise each row sees the window's positions, of which its own is the last."""
+    """dflash, dspark: whether all rows of a block see as far back as the anchor does, as
+    speculators trains them; otherwise each row sees the window's positions, of which its own is the
+    last."""
     markov: Markov = "none"
     """dspark: how the previous token changes the scores of a row."""
     markov_rank: int = 0
     confidence: Confidence = "none"
     """dspark: what the estimate of acceptance is computed from."""
     layer_config: Any | None = field(default=None, repr=False)
-    """mtp: the `transformers` configuration of its layer, if that is the target's own kind of
-    layer; None for a layer like Llama's."""
+    """mtp: the `transformers` configuration of its layer, if the layer is of the target's own kind;
+    None for a layer like Llama's."""
     block_counts: tuple[int, ...] = ()
     """medusa: the number of residual blocks in each of its heads; redrafter: in its only head."""
 

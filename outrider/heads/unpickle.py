@@ -17,8 +17,8 @@ _SPARE_BYTES = 2**30
 def convert(source: Path, target: Path) -> None:
     """Convert a file.
 
-    Raises ValueError for anything but named tensors. For code it raises the errors of torch's
-    restricted reader.
+    Raises ValueError for anything but named tensors. For a file with code it raises the errors of
+    torch's restricted reader.
     """
     # This reads only weights, in a separate process: the only place where a pickle may be opened.
     loaded = torch.load(source, map_location="cpu", weights_only=True)  # noqa: TID251
@@ -46,7 +46,8 @@ def _tensors(loaded: Any) -> dict[str, torch.Tensor]:
     for name, value in loaded.items():
         if not isinstance(name, str) or not isinstance(value, torch.Tensor):
             raise ValueError(f"its entry {name!r} is a {type(value).__name__}, not a tensor")
-    # Return copies: safetensors writes no memory twice, and some files have tensors that share it.
+    # Return copies: safetensors refuses tensors that share memory, and some files have such
+    # tensors.
     return {name: value.detach().clone().contiguous() for name, value in loaded.items()}
 
 

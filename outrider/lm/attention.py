@@ -1,7 +1,7 @@
 """Attention over the paged cache, registered as an attention function of `transformers`.
 
-Each attention module of a model carries its own `LayerCache`. So no model code is copied, two
-models can live in one process, and threads share nothing.
+Each attention module of a model carries the `LayerCache` of its layer. So no model code is copied,
+and neither two models in one process nor two threads share any state.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _STATE = "outrider_layer_cache"
 
 
 class UnsupportedAttention(NotImplementedError):
-    """A part of a model's attention, named by the message, is missing in the paged attention."""
+    """The paged attention lacks a part of a model's attention; the message names the part."""
 
 
 class PagedKernel(Protocol):
-    """Attention over the paged cache on a GPU. Each kernel is a module of `outrider.lm.gpu`."""
+    """Attention over the paged cache on a GPU. Each kernel has a module in `outrider.lm.gpu`."""
 
     def __call__(
         self,
@@ -46,7 +46,7 @@ class PagedKernel(Protocol):
         Return [T, H, value size]. Each token sees all tokens up to its own slot (of a tree's tokens
         only its ancestors and itself), within the window of `softmax`. No sequence has more than
         `max_seq_len` keys. The call must not read the batch on the host: a CUDA graph repeats the
-        call for batches of the same shapes.
+        call for other batches of the same shapes.
         """
         ...
 
@@ -152,7 +152,7 @@ class LayerCache:
         value: torch.Tensor,
         softmax: Softmax,
     ) -> torch.Tensor:
-        """Store this batch's keys and values and attend: maps query [1, H, T, D] to [1, T, H, D].
+        """Store this batch's keys and values, then attend: map query [1, H, T, D] to [1, T, H, D].
 
         Raises RuntimeError if the layout is for the GPU kernel and this layer cannot use it.
         """
@@ -239,7 +239,7 @@ def _attend_group(
         key = _gather(store.keys, group)
         value = _gather(store.values, group)
     # The query heads that share a key/value head are adjacent: treat them as further queries of
-    # that head instead of repeating its keys.
+    # that key/value head instead of repeating its keys.
     kv_heads = key.shape[1]
     repeats = heads // kv_heads
     picked = query_THD if group.whole_batch else query_THD[group.rows_BQ]
@@ -307,7 +307,7 @@ def _by_scores(
 
 
 def install(model: torch.nn.Module) -> dict[int, LayerCache]:
-    """Attach a `LayerCache` to every module with a layer index; return the caches by index."""
+    """Give every module with a layer index the cache of that index; return the caches by index."""
     caches: dict[int, LayerCache] = {}
     for module in model.modules():
         index = getattr(module, "layer_idx", None)

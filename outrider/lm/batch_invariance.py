@@ -16,9 +16,9 @@ from outrider.lm.cpu.weights import LeanLinear, PackedLinear
 
 
 def reason_against(model: Any, layers: Iterable[LayerCache]) -> str | None:
-    """Return why a row's bits may differ between forwards of the model; None if they do not.
+    """Return why a row's bits may depend on the number of rows in a forward; None if they cannot.
 
-    `layers` are the allocated caches of its attention layers.
+    `layers` are the allocated caches of the model's attention layers.
     """
     if next(model.parameters()).device.type != "cpu":
         return "on a GPU the code of a product depends on the number of rows"

@@ -26,7 +26,7 @@ _NAMED = 4
 _COMPUTED = re.compile(r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
 _LAYER = re.compile(r"(?P<layer>.*?\.\d+)\.")
 # The matrix with which a layer for multi-token prediction (MTP) joins embedding and hidden state.
-# DeepSeek's and GLM's files give these layers the numbers after the model's own layers.
+# DeepSeek's and GLM's files number these layers after the model's own layers.
 _MTP = ".eh_proj.weight"
 
 
@@ -53,8 +53,7 @@ def read_checkpoint(model: str, dtype: str, trust_remote_code: bool) -> torch.nn
             trust_remote_code=trust_remote_code,
             output_loading_info=True,
             **quantization,
-            # With this, tensors of another shape are listed in the report; without it, they raise
-            # an error.
+            # With this, the report lists tensors of a wrong shape; without it, they raise an error.
             ignore_mismatched_sizes=True,
         )
     except (OSError, ValueError, SafetensorError) as cause:
@@ -75,8 +74,8 @@ def read_checkpoint(model: str, dtype: str, trust_remote_code: bool) -> torch.nn
 def _dequantizing(model: str, config: Any) -> dict[str, Any]:
     """Return the arguments with which `transformers` dequantises MXFP4, the format of gpt-oss.
 
-    The arguments are empty for weights that are not quantised. Raises OutriderError for other
-    quantised weights.
+    The arguments are empty for weights that are not quantised. Raises OutriderError for weights
+    that are quantised in another way.
     """
     quantization = getattr(config, "quantization_config", None)
     if quantization is None:
@@ -120,11 +119,11 @@ def _some(names: Collection[str]) -> str:
 
 
 def _beside(tensors: Iterable[str], model: torch.nn.Module) -> set[str]:
-    """Return the unread tensors that belong to parts besides the text model.
+    """Return the unread tensors that belong to parts beside the text model.
 
     Such a part is a vision tower, a value head, or layers for multi-token prediction (MTP). It is a
-    module of its own, next to the list of the decoder's layers or further out. MTP layers may also
-    be numbered after the decoder's layers.
+    module of its own, in the module that holds the list of the decoder's layers, or in a module
+    around it. MTP layers may also be numbered after the decoder's layers.
     """
     modules = dict(model.named_modules())
     lists = [path for path, module in modules.items() if isinstance(module, torch.nn.ModuleList)]

@@ -1,4 +1,4 @@
-"""Compares our forward of a Llama-like model with the model's own, using a forward in float32.
+"""Compares our forward of a Llama-like model with the model's own, by a third forward in float32.
 
 Both forwards round to the model's dtype, each in its own places. The logits of both are compared
 with the logits of the same weights in float32. Our forward's error may be at most `_ROUNDED_FACTOR`
@@ -21,22 +21,23 @@ from outrider.lm.cpu.weights import TiledLinear
 from outrider.lm.fused_linear import FusedLinearPart
 from outrider.lm.layout import BatchLayout, SequenceSlice
 
-# The number of a weight's rows that are widened at a time: the lm_head of a large vocabulary has
-# gigabytes.
+# The number of a weight's rows that are widened at a time: in float32, the whole lm_head of a large
+# vocabulary would take gigabytes.
 _ROWS = 4096
 _MULTIPLIES = (TiledLinear, torch.nn.Linear)
-# The largest number of texts, and the number of tokens of each. In int8 both errors vary: for
-# SmolLM2-135M their ratio was 0.80 to 1.39 over single texts, and 0.99 to 1.09 over six.
+# The largest number of texts, and the number of tokens of each. In int8 both errors vary from text
+# to text: for SmolLM2-135M their ratio was 0.80 to 1.39 for single texts, and 0.99 to 1.09 for six
+# texts together.
 _TEXTS = 6
 _TOKENS = 96
 # Errors are root mean squares, as fractions of the logits' standard deviation. In float32, the
 # error by rounding is less than a millionth. In bfloat16 it grows with the number of layers: 0.01
-# with six, 0.045 with the 30 of SmolLM2-135M.
+# with six layers, 0.045 with the 30 layers of SmolLM2-135M.
 _EXACT_TOLERANCE = 0.001
 _ROUNDED_FACTOR = 1.2
 # One text's error is not chance if it is more than `_MOST_BY_CHANCE` times the error of the model's
-# own forward. In float32 the own forward's error counts as 0, so each error above the tolerance is
-# a fault.
+# own forward. In float32 the error of the model's own forward counts as 0, so each error above the
+# tolerance is a fault.
 _MOST_BY_CHANCE = 1.5
 
 
@@ -55,7 +56,7 @@ def worse_than_own(
     for text in range(_TEXTS):
         errors.append(rounding_errors(model, caches, page_size, forward, text))
         found, own = (_root_mean_square(each) for each in zip(*errors, strict=True))
-        # Both comparisons count a NaN as an error.
+        # This comparison and the next count a NaN as an error.
         if found <= max(_EXACT_TOLERANCE, _ROUNDED_FACTOR * own):
             return None
         last, last_own = errors[-1]

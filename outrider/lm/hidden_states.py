@@ -30,7 +30,7 @@ class FeatureProjection(Protocol):
         """The length of the vector that the projection computes from a token's states."""
 
     def __call__(self, features: torch.Tensor, /) -> torch.Tensor:
-        """Project rows of the `states`, of any type; return [R, projected_width] of that type."""
+        """Project rows of the `states`; return [R, projected_width], of the rows' own type."""
 
 
 class KeptStates:
@@ -66,10 +66,10 @@ class KeptStates:
     def copy_states(
         self, states: Sequence[int], rows: Sequence[int], dtype: str, projection: str = ""
     ) -> bytes:
-        """Copy what `pick_states` returns to the host: row after row, little endian.
+        """Copy to the host what `pick_states` returns: row after row, little endian.
 
-        The copy waits for the device once for every 1,024 rows, so that a long prompt needs little
-        memory on the device.
+        Copies 1,024 rows at a time, and waits for the device each time, so that a long prompt needs
+        little memory on the device.
         """
         pieces = [rows[at : at + _COPIED_ROWS] for at in range(0, len(rows), _COPIED_ROWS)]
         picked = (self.pick_states(states, piece, dtype, projection).cpu() for piece in pieces)

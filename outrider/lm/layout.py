@@ -107,7 +107,7 @@ def ancestors_by_token(slices: Sequence[SequenceSlice]) -> list[int]:
 
 @cache
 def _no_ancestors(device: torch.device) -> torch.Tensor:
-    """Return the tensor that is the `ancestors` of all batches without trees."""
+    """Return the tensor that all batches without trees share as their `ancestors`."""
     return torch.zeros(1, dtype=torch.int64, device=device)
 
 
@@ -117,8 +117,8 @@ class AttentionGroup:
     `shape` is (B, Q). `padded`: some slice has fewer than Q tokens. `whole_batch`: no slice is
     padded and the group is the whole batch in its order. The call reads `key_count` keys: P whole
     pages, or exactly the slice's keys in a group of one. If the pages of a group of one are
-    adjacent, `contiguous_slots` is their range in the flattened cache, and nothing is gathered.
-    The index tensors are created on first use, because a single decoding sequence needs none.
+    adjacent, `contiguous_slots` is their range in the flattened cache, and nothing is gathered. The
+    index tensors are created on first use, because a single decoding sequence may need none.
     """
 
     def __init__(self, layout: BatchLayout, indices: Sequence[int]) -> None:
@@ -161,7 +161,7 @@ class AttentionGroup:
 
     @cached_property
     def unwritten_BK(self) -> torch.Tensor | None:
-        """True for the keys after each slice's last token, [B, keys]; None if there are none."""
+        """True for the places after each slice's last token, [B, keys]; None if there are none."""
         ends = [part.end for part in self._slices]
         if min(ends) == self.key_count:
             return None
@@ -361,11 +361,11 @@ class BatchLayout:
 class KernelArguments:
     """One batch of B slices with T tokens, in the form for `outrider.lm.gpu.triton_attention`.
 
-    `cu_seqlens_q` [B + 1]: cumulative token counts of the slices, from 0 on. `seq_lens` [B]: keys
-    of each sequence, including the slice's own. `block_table` [B, P]: the pages of those keys.
-    `slots` [T]: each token's place among the keys of its sequence. `positions` [T]: equal to
-    `slots` except for a tree's tokens. `tree_starts` [B]: the slot of a slice's first tree token,
-    or the slice's `seq_lens` if it has no tree. `ancestors` [T]: for each token of a tree a
+    `cu_seqlens_q` [B + 1]: cumulative token counts of the slices, from 0 on. `seq_lens` [B]: the
+    number of each sequence's keys, including the slice's own keys. `block_table` [B, P]: the pages
+    of those keys. `slots` [T]: each token's place among the keys of its sequence. `positions` [T]:
+    equal to `slots` except for a tree's tokens. `tree_starts` [B]: the slot of a slice's first tree
+    token, or the slice's `seq_lens` if it has no tree. `ancestors` [T]: for each token of a tree a
     bitmask, in which bit j is set if draft token j is the token itself or its ancestor; the
     bitmasks of other tokens are not read. In a batch without trees, `ancestors` may have the shape
     [1]. `has_trees`: whether some slice may have a tree; if none may, the kernel reads no

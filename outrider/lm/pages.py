@@ -34,9 +34,9 @@ class PagePool:
 
     A full page of committed tokens has a chained block hash: SHA-256 over the hash of the page
     before it (for the first page: of the salt) and the page's own token ids as little-endian
-    uint32. Cached pages that no sequence holds stay findable until the pool needs them; the least
-    recently used page goes first. A sequence writes only beyond its `num_computed_tokens`, so
-    nothing writes to a shared page.
+    uint32. Cached pages that no sequence holds stay findable until the pool needs them; the pool
+    takes the least recently used page first. A sequence writes only beyond its
+    `num_computed_tokens`, so nothing writes to a shared page.
     """
 
     def __init__(self, page_count: int, page_size: int, *, prefix_caching: bool = True) -> None:
@@ -151,8 +151,8 @@ class PagePool:
     def known_pages(self, hashes: list[bytes], token_ids: Sequence[int], salt: str) -> int:
         """Return how many full pages of `token_ids` are cached.
 
-        `match_prefix` finds at most as many. `hashes` belongs to one sequence with one salt. It is
-        empty at first, and keeps the block hashes from call to call.
+        `match_prefix` finds at most this many pages. `hashes` belongs to one sequence with one
+        salt. It is empty at first, and keeps the block hashes from call to call.
         """
         for i in range(len(hashes), len(token_ids) // self.page_size):
             hashes.append(self._digest(hashes, token_ids, i, salt))
@@ -177,7 +177,7 @@ class PagePool:
                 self._digest_of[sequence.pages[i]] = digest
 
     def check_integrity(self, sequences: Iterable[KVSequence] = ()) -> None:
-        """Check that each page is blank, idle, or held by the counted number of `sequences`.
+        """Check that each page is blank, idle, or held by as many `sequences` as the pool counted.
 
         Raises RuntimeError otherwise.
         """

@@ -41,13 +41,13 @@ log = logging.getLogger(__name__)
 _PAGE_SIZE = 16
 _CPU_CACHE_BYTES = 2**30
 _SEQUENCES_AT_FULL_CONTEXT = 64
-# The share of a GPU's free memory that is kept for the steps of a model that the attention kernel
-# does not support.
+# The share of a GPU's free memory that is kept for steps that are not measured: without `bounds`,
+# or if the attention kernel does not support the model.
 _UNMEASURED_STEP = 0.15
 
 
 class ModelRunner(KeptStates):
-    """A model and its KV cache. Not thread-safe: one thread calls `forward`."""
+    """A model and its KV cache. Not thread-safe: only one thread may call `forward`."""
 
     def __init__(
         self,
@@ -79,9 +79,9 @@ class ModelRunner(KeptStates):
         self._states = _hidden_states(self._model)
         self._graphs: Graphs | None = None
         self.decoder: CpuDecoder | None = None
-        """Replaces the model's own forward on a CPU, where the C decoder supports the model."""
+        """Replaces the model's own forward on a CPU, if the C decoder supports the model."""
         self.fused: FusedForward | None = None
-        """Replaces the model's own forward on a GPU, where our kernels support the model."""
+        """Replaces the model's own forward on a GPU, if our kernels support the model."""
         if fused_layers and triton_works(self.device):
             # Layers are fused before the memory of a step is measured.
             self._fuse(texts, own)
@@ -110,7 +110,7 @@ class ModelRunner(KeptStates):
         self._trial = (texts, own) if self._graphs is not None else None
 
     def _read_model(self) -> None:
-        """Set what depends only on the model; have its layers attend through our cache."""
+        """Set what depends only on the model, and let its layers attend over our cache."""
         config = self._model.config.get_text_config(decoder=True)
         parameter = next(self._model.parameters())
         self.device: torch.device = parameter.device
@@ -131,7 +131,7 @@ class ModelRunner(KeptStates):
 
     @property
     def _most_slots(self) -> int:
-        """The maximum number of a sequence's slots. Branches may lie beyond the last position."""
+        """The maximum number of a sequence's slots: a tree may need more slots than positions."""
         return self.context_length + MAX_TREE_TOKENS
 
     def _allocate(self, pages: int, max_seq_len: int) -> None:
@@ -230,8 +230,8 @@ class ModelRunner(KeptStates):
             bounds=bounds,
             memory_share=memory_share,
         )
-        # The files decide which tokens end a text: where they state none, the loaded configuration
-        # has the default of the model's type.
+        # Only the files decide which tokens end a text. If they name none, the loaded configuration
+        # still has the default of the model's type.
         runner.eos_token_ids = end_token_ids(model, runner.vocab_size)
         return runner
 
@@ -252,8 +252,9 @@ class ModelRunner(KeptStates):
     def capture(self, bounds: Bounds) -> None:
         """Warm up; then capture CUDA graphs for forwards within `bounds`.
 
-        Captures nothing unless all layers use the GPU kernel. Graphs that give other logits than
-        the model are dropped, with a warning. Raises torch.AcceleratorError if the device failed.
+        Captures nothing unless all layers use the GPU kernel. If graphs give other logits than the
+        model, all graphs are dropped, with a warning. Raises torch.AcceleratorError if the device
+        failed.
         """
         self.warm_up()
         if self._graphs is None:
@@ -286,7 +287,8 @@ class ModelRunner(KeptStates):
     def can_watch(self, states: Collection[int]) -> bool:
         """Return whether forwards can keep these hidden states; see `outrider.lm.hidden_states`.
 
-        After `capture`, forwards can keep only the states that were watched during it.
+        If `capture` has made graphs, forwards can keep only the states that were watched during the
+        capture.
         """
         if self._states is None:
             return False
@@ -304,7 +306,7 @@ class ModelRunner(KeptStates):
         """Run a forward of the slices, and write their keys and values to the cache.
 
         Return float32 logits [R, V] for the last `logit_count` tokens of each slice, in order. The
-        next call may overwrite them.
+        next call may overwrite the logits.
         """
         if self._graphs is not None:
             logits = self._graphs.forward(slices)
@@ -364,7 +366,7 @@ class ModelRunner(KeptStates):
     def _takes_graphs(self) -> bool:
         """True if forwards can be captured.
 
-        No layer may gather pages, because gathering depends on the lengths.
+        No layer may gather pages, because gathering depends on the sequences' lengths.
         """
         return all(layer.supports_kernel(self.device) for layer in self._layers.values())
 
@@ -397,10 +399,10 @@ class ModelRunner(KeptStates):
         """Decode `count` tokens greedily for slices of one token each, by one call.
 
         The call runs the C decoder, or CUDA graphs one after the other with one wait at their end.
-        Return `count` rows of one token per slice, each the likeliest below `limit`; None if there
-        is neither a C decoder nor a graph for this batch, or if a slice has more than one token or
-        a tree. For a small model, one call instead of many saves more time than the model's
-        forwards take.
+        Return `count` rows, each with the likeliest token below `limit` for every slice; None if
+        there is neither a C decoder nor a graph for this batch, or if a slice has more than one
+        token or a tree. For a small model, one call instead of many saves more time than the
+        model's forwards take.
         """
         found = self._continue(slices, count, limit, keep_logits=False)
         return None if found is None else found[0].tolist()
@@ -434,7 +436,7 @@ class ModelRunner(KeptStates):
         return BatchLayout(slices, self.page_size, self.device)
 
     def _default_page_count(self, bounds: Bounds | None, memory_share: float) -> int:
-        """Return how many pages fit into memory, at most for 64 sequences of the full context."""
+        """Return how many pages fit into memory, at most what 64 sequences of full context need."""
         shapes = [layer.shape for layer in self._layers.values() if layer.shape is not None]
         numbers = sum(shape.heads * (shape.key_size + shape.value_size) for shape in shapes)
         page_bytes = numbers * self.dtype.itemsize * self.page_size
@@ -456,6 +458,7 @@ class ModelRunner(KeptStates):
         own = torch.cuda.memory_reserved(self.device)
         if not step:
             # Without the kernel a step's memory depends on the texts, so it is not measured.
+            # Without `bounds`, the largest step is not known.
             step = int(free * _UNMEASURED_STEP)
         budget = memory.cache_bytes(total, free, own, step, memory_share)
         if budget < page_bytes:

@@ -29,8 +29,8 @@ def use_own_stream(device: torch.device) -> None:
 class SharedRows:
     """Rows of a tensor that one thread computed, for use by a thread with another stream.
 
-    `_ready` is an event in the maker's stream, after the last kernel that writes the rows; None on
-    a CPU, where every operator is done when it returns.
+    `_ready` is an event in the stream of the thread that computed the rows, after the last kernel
+    that writes them; None on a CPU, where every operator is done when it returns.
     """
 
     _tensor: torch.Tensor
@@ -55,7 +55,7 @@ class SharedRows:
         return self._tensor.nbytes
 
     def alone(self) -> SharedRows:
-        """Return the same rows in memory of their own, if they are parts of a larger tensor.
+        """Return the rows, copied to memory of their own if they are parts of a larger tensor.
 
         The thread that computed the rows calls this.
         """
@@ -68,8 +68,8 @@ class SharedRows:
         stream = _stream_of(self._tensor)
         if stream is not None:
             stream.wait_event(self._ready)
-            # Without this call, the allocator could give the memory to the maker's stream before
-            # this stream has read the memory.
+            # Without this call, the allocator could give the memory to the other thread's stream
+            # before this stream has read the memory.
             _keep(self._tensor, stream)
         return self._tensor
 

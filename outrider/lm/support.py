@@ -68,7 +68,7 @@ def _lacks_mask(cause: Exception) -> bool:
 
 
 def context_length(name: str, config: Any) -> int:
-    """Return the largest number of tokens in a sequence.
+    """Return the largest number of tokens that a sequence may have.
 
     Longrope picks its rotary frequencies by the longest position in a forward, so one long sequence
     would change the other sequences of its batch. Such models are served up to the length at which
@@ -106,9 +106,9 @@ def parallel_token_id(name: str, config: Any) -> int | None:
 def find_shapes(model: Any, name: str, config: Any, layers: Mapping[int, LayerCache]) -> None:
     """Run a forward of a few tokens, in which each layer records its shape.
 
-    Raises OutriderError(INVALID_VALUE) if the forward fails or takes no `logits_to_keep`, or unless
-    every layer attends once through the paged attention, with the window that the configuration
-    states.
+    Raises OutriderError(INVALID_VALUE) if the forward fails or takes no `logits_to_keep`. Every
+    layer must attend exactly once through the paged attention, with the window that the
+    configuration states; else the same error is raised.
     """
     if "logits_to_keep" not in inspect.signature(model.forward).parameters:
         raise unsupported(name, "its forward takes no logits_to_keep")

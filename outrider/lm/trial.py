@@ -1,4 +1,4 @@
-"""Compares the logits that will be served with the model's own, for two texts, before serving.
+"""Compares the logits of the served forward with the model's own, for two texts, before serving.
 
 A model may attend in ways that the paged attention does not see: to later tokens, with its own
 positions, or through a state beside the cache. Such a model raises no error, but would write
@@ -43,10 +43,10 @@ _NEVER = -1e30
 # A difference is the root mean square over the vocabulary, divided by the standard deviation of the
 # logits. A median over tokens ignores the few tokens for which rounding chose another expert.
 #
-# The tolerated median is a factor times the difference between two attentions of `transformers`,
-# within bounds. Measured with random weights: in 91 types of models that are served rightly, the
-# median was at most twice that difference, and at most 3e-6 in float32 and 0.08 in bfloat16. In
-# types that would be served wrongly, it was 0.03 to 1.4 in float32.
+# The tolerated median is `_ROUNDING_FACTOR` times the difference between two attentions of
+# `transformers`, within bounds. Measured with random weights: in 91 types of models that are served
+# rightly, the median was at most twice that difference, and at most 3e-6 in float32 and 0.08 in
+# bfloat16. In types that would be served wrongly, it was 0.03 to 1.4 in float32.
 _ROUNDING_FACTOR = 5
 _LARGEST_MEDIAN = 0.2
 # The least tolerated median, and the tolerated root mean square over any number of tokens: for one
@@ -87,7 +87,7 @@ class Texts:
     def __init__(
         self, vocab_size: int, windows: Sequence[int | None], *, longest: int, page_size: int
     ) -> None:
-        """Draw texts of at most `longest` tokens that exceed the windows up to `LONGEST_WINDOW`."""
+        """Draw texts of at most `longest` tokens, longer than windows up to `LONGEST_WINDOW`."""
         enough = [_TOKENS, *(w + _PAST_WINDOW for w in windows if w and w <= LONGEST_WINDOW)]
         self.count = min(max(enough), longest)
         self.compared = min(_COMPARED, self.count)
@@ -168,7 +168,7 @@ def disagreement(
     own: OwnLogits,
     forward: Callable[[list[SequenceSlice]], torch.Tensor],
 ) -> str | None:
-    """Compare the logits of `forward`, which will be served, with the model's own.
+    """Compare the logits of `forward`, the forward to be served, with the model's own logits.
 
     Return a sentence about the first slice whose logits differ by more than rounding; else None.
     """

@@ -54,9 +54,9 @@ def main(arguments: Sequence[str]) -> int:
 def write_checkpoint(file: Path, directory: Path) -> None:
     """Write model, tokenizer and chat template of a GGUF file to a new directory.
 
-    If all matrices of the file have one float type, all weights get this type, otherwise bfloat16.
-    Raises OutriderError(INVALID_VALUE) for a file that lacks weights of its model. Errors of
-    `transformers` pass unchanged.
+    If all matrices of the file have the same float type, all weights get this type; otherwise they
+    get bfloat16. Raises OutriderError(INVALID_VALUE) for a file that lacks weights of its model.
+    Errors of `transformers` pass unchanged.
     """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -1,7 +1,7 @@
 """A checkpoint's fingerprint: equal for equal config and tensors, whatever files these are in.
 
-Reads only samples of each tensor, so it takes seconds for hundreds of gigabytes. A checkpoint that
-was trained further or quantised gets another fingerprint. But the fingerprint does not tell apart
+Only samples of each tensor are read, so hundreds of gigabytes take seconds. A checkpoint that was
+trained further or quantised gets another fingerprint. But the fingerprint does not tell apart
 checkpoints that somebody made to look alike.
 """
 

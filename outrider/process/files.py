@@ -35,7 +35,7 @@ def check_file(path: Path, most_bytes: int = MOST_BYTES) -> None:
 
 
 def check_folder(folder: Path) -> None:
-    """Check the files of a model's folder, which a library opens later.
+    """Check the files of a model's folder before a library opens them.
 
     Weights may have any size. Raises OSError, whose `filename` is the file.
     """
@@ -47,7 +47,7 @@ def check_folder(folder: Path) -> None:
 
 
 def _check(status: os.stat_result, path: Path, most_bytes: int) -> None:
-    """Raise OSError unless the file is regular and has at most `most_bytes`; 0 allows any size."""
+    """Raise OSError unless the file is regular and has at most `most_bytes` bytes (0: any size)."""
     if stat.S_ISDIR(status.st_mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     if not stat.S_ISREG(status.st_mode):

@@ -65,7 +65,7 @@ def check_speculation(options: SpeculationOptions) -> None:
 
 
 def _check_ranges(settings: object, ranges: Mapping[str, Range], prefix: str) -> None:
-    """Check the settings that have a range; a setting of None takes its default."""
+    """Check the settings that have a range, except those that are None, which take a default."""
     for name, allowed in ranges.items():
         value = getattr(settings, name)
         if value is not None and value not in allowed:

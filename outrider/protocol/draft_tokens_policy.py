@@ -22,8 +22,8 @@ class DraftTokensPolicy:
     """The rule for the number of a sequence's draft tokens that a step verifies.
 
     `goodput` takes the number from 0 to `max_draft_tokens` that promises the highest goodput, by
-    measured acceptance and costs. `auto` is TensorRT-LLM's heuristic: 5 up to a batch of 4, 3 up to
-    32, 0 above. `fixed` always takes `max_draft_tokens`.
+    measured acceptance and costs. `auto` is TensorRT-LLM's heuristic: 5 for batches of up to 4
+    sequences, 3 for up to 32, and 0 for larger ones. `fixed` always takes `max_draft_tokens`.
     """
 
     kind: Literal["goodput", "auto", "fixed"] = "goodput"

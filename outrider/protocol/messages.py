@@ -1,9 +1,10 @@
 """The protos' messages as plain data, without protobuf, grpc or torch.
 
-`protocol.wire` checks every object that it makes: ids, counts and numbers are in the ranges that
-the protos state. Only `SpeculationStats` changes after its creation, since it goes on counting. But
-classes that each step creates for every sequence are not frozen, because creating a frozen object
-takes four times as long. Enums have the protos' values.
+`protocol.wire` checks the requests that it makes: ids, counts and numbers are in the ranges that
+the protos state. It does not check chunks (`protocol.wire.requests`). Only `SpeculationStats`
+changes after its creation, since it goes on counting. But classes that each step creates for every
+sequence are not frozen, because creating a frozen object takes four times as long. Enums have the
+protos' values.
 """
 
 from __future__ import annotations
@@ -155,7 +156,8 @@ SAMPLING_RANGES = {
     "presence_penalty": Range(-2, 2),
     "frequency_penalty": Range(-2, 2),
 }
-"""Numbers of SamplingParams whose range is equal for all models. gRPC and HTTP check them."""
+"""The ranges of numbers of SamplingParams, where all models have the same range. gRPC and HTTP
+check them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +185,7 @@ SPECULATION_RANGES = {
     "relaxed_top_k": Range(1, MAX_RELAXED_TOP_K),
     "relaxed_delta": Range(0, 1),
 }
-"""Fields of SpeculationOptions with a range. gRPC and HTTP enforce it."""
+"""The ranges of fields of SpeculationOptions. gRPC and HTTP check them."""
 
 
 @dataclass(frozen=True, slots=True)

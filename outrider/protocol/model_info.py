@@ -43,9 +43,9 @@ class DrafterInfo:
     sequence_count: int
     acceptance_rate: float | None = None
     round_trip_s: float | None = None
-    """From a verdict to its answer, without the drafting time; None before the first answer."""
+    """Seconds from a verdict to its answer, without drafting time; None before the first answer."""
     token_s: float | None = None
-    """Time to draft one token; None before the first draft."""
+    """Seconds to draft one token; None before the first draft."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class Load:
     max_running: int
     max_waiting: int
     sequence_s: float | None = None
-    """Mean seconds of recent sequences in the batch; None before a sequence has ended."""
+    """Mean seconds that recent sequences spent in the batch; None before a sequence has ended."""
     kv_cache_usage: float = 0.0
     """Share of the KV cache's pages that sequences hold, 0 to 1."""
 
@@ -83,7 +83,7 @@ class Load:
         return self.running if self.waiting and self.running else self.max_running
 
     def beside(self, own: int) -> int:
-        """Return how many sequences are of other callers if `own` of them are the caller's."""
+        """Return how many sequences other callers have if `own` sequences are the caller's."""
         return max(0, self.running + self.waiting - own)
 
     def wait_s(self) -> float:

@@ -73,7 +73,8 @@ def check_supported(
     """Raise OutriderError(UNSUPPORTED_PARAMETER) for a request that an engine does not support.
 
     `unsupported` has the names from GetModel. A name that this version does not know is ignored:
-    the verifier itself refuses such requests. `grammar_field` stands for `grammar` in the error.
+    the verifier itself refuses the requests that the name means. `grammar_field` replaces `grammar`
+    in the error.
     """
     if not unsupported:
         return

@@ -35,9 +35,9 @@ def coupled_exponentials(keys_R: torch.Tensor, vocab_size: int) -> torch.Tensor:
 
     Minus their logarithm is Gumbel noise. u comes from output number `token` of SplitMix64 seeded
     with the row's key (Steele, Lea and Flood, "Fast splittable pseudorandom number generators",
-    OOPSLA 2014): its top 52 bits plus a half, times 2^-52. Float64 holds u exactly, and u lies in
-    [2^-53, 1 - 2^-53], so every exponential number is positive and finite. With 53 random bits the
-    largest u would round to 1.
+    OOPSLA 2014): the output's top 52 bits plus a half, times 2^-52. Float64 holds u exactly, and u
+    lies in [2^-53, 1 - 2^-53], so every exponential number is positive and finite. With 53 random
+    bits the largest u would round to 1.
     """
     steps_V = torch.arange(1, vocab_size + 1, device=keys_R.device).mul_(_GOLDEN)
     state = steps_V + keys_R.unsqueeze(-1)
@@ -136,13 +136,13 @@ class TargetProbs:
 
         The steps are temperature, top-k, top-p, min-p and typical-p, in this order. The order and
         the treatment of ties are as in transformers' logits processors. A greedy row (temperature
-        0) returns its plain softmax; the caller takes its token, the argmax, from the logits. Each
-        step runs only for rows that use it.
+        0) gets its plain softmax; the caller takes the row's token, the argmax, from the logits.
+        Each step runs only for rows that use it.
 
         Top-p and typical-p look at only `_CANDIDATES` tokens of a row. `whole` maps a step's number
-        to the rows, counted within the step, of which the step looks at all tokens. The second
-        result maps the number of each of these two steps to a bool for each of its rows: True if
-        the candidates sufficed. If they did not suffice for a row outside `whole`, the
+        to those of the step's rows, counted within the step, in which it looks at all tokens. The
+        second result maps the number of each of these two steps to a bool for each of its rows:
+        True if the candidates sufficed. If they did not suffice for a row outside `whole`, the
         probabilities are wrong, so the caller calls again with the rows that `note_short` adds to
         `whole`.
         """
@@ -290,7 +290,7 @@ def _nucleus(
 def _likeliest(logits_RV: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the logits and ids [R, count] of the likeliest tokens in order.
 
-    Ties have lower ids first.
+    Among equal logits, lower ids come first.
     """
     if count == logits_RV.shape[-1]:
         return logits_RV.sort(dim=-1, descending=True, stable=True)

@@ -145,7 +145,7 @@ class _TokenSourceEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_TokenSour
     TOKEN_SOURCE_RECOVERED: _TokenSource.ValueType  # 3
     """The target wrote it in place of a draft token that it rejected."""
     TOKEN_SOURCE_BONUS: _TokenSource.ValueType  # 4
-    """The target wrote it after a draft of which it accepted all tokens."""
+    """The target wrote it after a draft, or a branch of a draft, of which it accepted all tokens."""
     TOKEN_SOURCE_ACCEPTED_SIDE: _TokenSource.ValueType  # 5
     """A drafter wrote it beside the main path of a draft with branches, and the target accepted it."""
 
@@ -161,7 +161,7 @@ TOKEN_SOURCE_ACCEPTED: TokenSource.ValueType  # 2
 TOKEN_SOURCE_RECOVERED: TokenSource.ValueType  # 3
 """The target wrote it in place of a draft token that it rejected."""
 TOKEN_SOURCE_BONUS: TokenSource.ValueType  # 4
-"""The target wrote it after a draft of which it accepted all tokens."""
+"""The target wrote it after a draft, or a branch of a draft, of which it accepted all tokens."""
 TOKEN_SOURCE_ACCEPTED_SIDE: TokenSource.ValueType  # 5
 """A drafter wrote it beside the main path of a draft with branches, and the target accepted it."""
 Global___TokenSource: _TypeAlias = TokenSource  # noqa: Y015
@@ -338,7 +338,9 @@ Global___SamplingParams: _TypeAlias = SamplingParams  # noqa: Y015
 
 @_typing.final
 class Grammar(_message.Message):
-    """A constraint on the output. The verifier masks the target's logits by it at every position."""
+    """A constraint on the output. The verifier masks the target's logits by it at every position,
+    except in a thought.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -394,8 +396,9 @@ Global___Grammar: _TypeAlias = Grammar  # noqa: Y015
 
 @_typing.final
 class FreeThought(_message.Message):
-    """A thought that no grammar binds, and the text between it and the answer. Each of these three
-    texts has at most 256 characters. The model may write it with the special tokens of that name.
+    """A thought that no grammar binds: its marks, and the text between it and the answer. Each of the
+    three fields has at most 256 characters. The model may write a field's text with the special
+    token of the same name.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -404,8 +407,8 @@ class FreeThought(_message.Message):
     END_FIELD_NUMBER: _builtins.int
     AFTER_FIELD_NUMBER: _builtins.int
     begin: _builtins.str
-    """Begins the thought; the output may leave out the whole thought. Empty for a thought that the
-    prompt begins.
+    """Begins the thought; the output may leave out the whole thought. Empty if the prompt has already
+    begun the thought.
     """
     end: _builtins.str
     """Ends the thought where it first occurs. Never empty."""
@@ -531,8 +534,8 @@ class SpeculationOptions(_message.Message):
     printable characters.
     """
     draft_tokens: _builtins.int
-    """How many draft tokens a step verifies if it verifies drafts. Range [0, 64]; unset takes the
-    verifier's setting.
+    """How many draft tokens of this sequence a step verifies, if it verifies any. Range [0, 64];
+    unset takes the verifier's setting.
     """
     acceptance: Global___Acceptance.ValueType
     """How closely to follow the target."""
@@ -715,7 +718,7 @@ class Placement(_message.Message):
     ARCHITECTURE_FIELD_NUMBER: _builtins.int
     GPU_UUID_FIELD_NUMBER: _builtins.int
     kind: _builtins.str
-    """"local", "cpu" or "grace", from --placement."""
+    """"local" without the settings cores and numa-node, "grace" if cores is grace, else "cpu"."""
     host: _builtins.str
     """Host name."""
     device: _builtins.str

@@ -53,8 +53,8 @@ class _DraftDistributionEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Dra
     """
 
 class DraftDistribution(_DraftDistribution, metaclass=_DraftDistributionEnumTypeWrapper):
-    """The distributions that a drafter sends with its tokens. The verifier ignores an unknown value,
-    and a drafter takes it as ONE_HOT.
+    """How a drafter chooses its guesses, and what it sends with them. The verifier ignores an unknown
+    value, and a drafter takes it as ONE_HOT.
     """
 
 DRAFT_DISTRIBUTION_UNSPECIFIED: DraftDistribution.ValueType  # 0
@@ -81,11 +81,11 @@ class _CapabilityEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Capability
     """The target's hidden states, for a drafter with a head. Hello.feature_request says which."""
 
 class Capability(_Capability, metaclass=_CapabilityEnumTypeWrapper):
-    """A capability is an ability that a later version adds, or an ability that costs too much to give
-    it to every drafter. In Hello a drafter lists the capabilities that it can use. In Welcome the
-    verifier lists the capabilities that it grants for this stream. Both sides use only the granted
-    capabilities. So neither side receives a message or a field that it must understand but does not
-    know.
+    """A capability is an ability that a later version adds, or an ability that the verifier does not
+    give to every drafter, because of what it costs. In Hello a drafter lists the capabilities that
+    it can use. In Welcome the verifier lists the capabilities that it grants for this stream. Both
+    sides use only the granted capabilities. So neither side receives a message or a field that it
+    must understand but does not know.
     """
 
 CAPABILITY_UNSPECIFIED: Capability.ValueType  # 0
@@ -150,9 +150,9 @@ Global___CloseReason: _TypeAlias = CloseReason  # noqa: Y015
 
 @_typing.final
 class FeatureRequest(_message.Message):
-    """Which of the target's hidden states are a token's feature. A feature has at least one state. The
-    states follow each other: the states of the auxiliary layers in the order of the list, then the
-    final state.
+    """Which of the target's hidden states make up a token's feature. A feature has at least one state.
+    The states follow each other: the states of the auxiliary layers in the order of the list, then
+    the final state.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -564,11 +564,11 @@ Global___Proposal: _TypeAlias = Proposal  # noqa: Y015
 
 @_typing.final
 class Skip(_message.Message):
-    """The drafter has no more guesses after a committed prefix. It sends a Skip if its main path, the
-    guess that it sent first at each place, is shorter than draft_tokens. After a Skip, the verifier
-    does not wait for this drafter until the next verdict. Without a Skip, the verifier waits for as
-    long as waiting pays, but never more than 1 s. Guesses that follow a Skip are used if they come
-    in time.
+    """The drafter has no more guesses after a committed prefix. It sends a Skip if its main path is
+    shorter than draft_tokens. The main path has the guess that the drafter sent first at each place.
+    After a Skip, the verifier does not wait for this drafter until the next verdict. Without a Skip,
+    the verifier waits for as long as waiting pays, but never more than 1 s. Guesses that follow a
+    Skip are used if they come in time.
     """
 
     DESCRIPTOR: _descriptor.Descriptor

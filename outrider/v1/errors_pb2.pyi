@@ -60,7 +60,9 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     ERROR_REASON_MODEL_NOT_FOUND: _ErrorReason.ValueType  # 6
     """NOT_FOUND. No model of this name is served. Retry: never."""
     ERROR_REASON_DRAFTER_NOT_FOUND: _ErrorReason.ValueType  # 7
-    """NOT_FOUND. No drafter has joined that has this name or family. Retry: never."""
+    """NOT_FOUND. No drafter with this id or family is connected, or was connected a short while ago.
+    Retry: never.
+    """
     ERROR_REASON_HOST_NOT_ALLOWED: _ErrorReason.ValueType  # 8
     """PERMISSION_DENIED. HTTP only: the gateway does not serve the Host header's name. Retry: never."""
     ERROR_REASON_ORIGIN_NOT_ALLOWED: _ErrorReason.ValueType  # 9
@@ -78,7 +80,7 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     ERROR_REASON_TOKENIZER_MISMATCH: _ErrorReason.ValueType  # 15
     """FAILED_PRECONDITION. The tokenizers differ; the metadata has both fingerprints. Retry: never."""
     ERROR_REASON_DRAFTER_ID_TAKEN: _ErrorReason.ValueType  # 16
-    """ALREADY_EXISTS. Another drafter has this id; a dead host's id is free after 12 s. Retry:
+    """ALREADY_EXISTS. Another drafter has this id; a dead host's id is free within 12 s. Retry:
     backoff.
     """
     ERROR_REASON_PROTOCOL_VIOLATION: _ErrorReason.ValueType  # 17
@@ -144,7 +146,9 @@ ERROR_REASON_CONTEXT_LENGTH_EXCEEDED: ErrorReason.ValueType  # 5
 ERROR_REASON_MODEL_NOT_FOUND: ErrorReason.ValueType  # 6
 """NOT_FOUND. No model of this name is served. Retry: never."""
 ERROR_REASON_DRAFTER_NOT_FOUND: ErrorReason.ValueType  # 7
-"""NOT_FOUND. No drafter has joined that has this name or family. Retry: never."""
+"""NOT_FOUND. No drafter with this id or family is connected, or was connected a short while ago.
+Retry: never.
+"""
 ERROR_REASON_HOST_NOT_ALLOWED: ErrorReason.ValueType  # 8
 """PERMISSION_DENIED. HTTP only: the gateway does not serve the Host header's name. Retry: never."""
 ERROR_REASON_ORIGIN_NOT_ALLOWED: ErrorReason.ValueType  # 9
@@ -162,7 +166,7 @@ ERROR_REASON_HEADERS_TOO_LARGE: ErrorReason.ValueType  # 14
 ERROR_REASON_TOKENIZER_MISMATCH: ErrorReason.ValueType  # 15
 """FAILED_PRECONDITION. The tokenizers differ; the metadata has both fingerprints. Retry: never."""
 ERROR_REASON_DRAFTER_ID_TAKEN: ErrorReason.ValueType  # 16
-"""ALREADY_EXISTS. Another drafter has this id; a dead host's id is free after 12 s. Retry:
+"""ALREADY_EXISTS. Another drafter has this id; a dead host's id is free within 12 s. Retry:
 backoff.
 """
 ERROR_REASON_PROTOCOL_VIOLATION: ErrorReason.ValueType  # 17

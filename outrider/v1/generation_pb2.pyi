@@ -416,7 +416,7 @@ Global___ToolCallDelta: _TypeAlias = ToolCallDelta  # noqa: Y015
 
 @_typing.final
 class GenerateTextResponse(_message.Message):
-    """A piece of text."""
+    """A piece of an answer."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -26,7 +26,8 @@ if _version_not_supported:
 
 
 class GenerationServiceStub:
-    """Text generation over gRPC. Over HTTP, the gateway offers the same generation as the OpenAI API.
+    """Text generation over gRPC. Over HTTP, the gateway offers the same generation through the OpenAI
+    API.
     """
 
     def __init__(self, channel):
@@ -43,7 +44,8 @@ class GenerationServiceStub:
 
 
 class GenerationServiceServicer:
-    """Text generation over gRPC. Over HTTP, the gateway offers the same generation as the OpenAI API.
+    """Text generation over gRPC. Over HTTP, the gateway offers the same generation through the OpenAI
+    API.
     """
 
     def GenerateText(self, request, context):
@@ -71,7 +73,8 @@ def add_GenerationServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class GenerationService:
-    """Text generation over gRPC. Over HTTP, the gateway offers the same generation as the OpenAI API.
+    """Text generation over gRPC. Over HTTP, the gateway offers the same generation through the OpenAI
+    API.
     """
 
     @staticmethod

@@ -27,7 +27,9 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class GenerationServiceStub:
-    """Text generation over gRPC. Over HTTP, the gateway offers the same generation as the OpenAI API."""
+    """Text generation over gRPC. Over HTTP, the gateway offers the same generation through the OpenAI
+    API.
+    """
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
@@ -40,7 +42,9 @@ class GenerationServiceStub:
 
 @_typing.type_check_only
 class GenerationServiceAsyncStub(GenerationServiceStub):
-    """Text generation over gRPC. Over HTTP, the gateway offers the same generation as the OpenAI API."""
+    """Text generation over gRPC. Over HTTP, the gateway offers the same generation through the OpenAI
+    API.
+    """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     GenerateText: _aio.UnaryStreamMultiCallable[_generation_pb2.GenerateTextRequest, _generation_pb2.GenerateTextResponse]  # type: ignore[assignment]
@@ -49,7 +53,9 @@ class GenerationServiceAsyncStub(GenerationServiceStub):
     """
 
 class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Text generation over gRPC. Over HTTP, the gateway offers the same generation as the OpenAI API."""
+    """Text generation over gRPC. Over HTTP, the gateway offers the same generation through the OpenAI
+    API.
+    """
 
     @_abc_1.abstractmethod
     def GenerateText(

@@ -96,10 +96,11 @@ class GenerateTokensRequest(_message.Message):
     pools that are not public, are private to a tenant.
     """
     min_chunk_token_count: _builtins.int
-    """The least number of tokens in a response; only the first and the last response may have fewer.
-    To reach it, the verifier gathers the tokens of several steps. A number above 4096 counts as
-    4096. With 0 and 1, each step's tokens are sent at once. A higher number saves messages for a
-    caller that does not show the growing text.
+    """The least number of tokens in a response; only the first and the last response, and the
+    responses of a verifier that leaves, may have fewer. To reach it, the verifier gathers the
+    tokens of several steps. A number above 4096 counts as 4096. With 0 and 1, each step's tokens
+    are sent at once. A higher number saves messages for a caller that does not show the growing
+    text.
     """
     top_logprob_count: _builtins.int
     """Number of likeliest tokens to report with each token, besides the token's own log probability.
@@ -198,8 +199,8 @@ Global___GenerateTokensRequest: _TypeAlias = GenerateTokensRequest  # noqa: Y015
 
 @_typing.final
 class GenerateTokensResponse(_message.Message):
-    """The tokens that one engine step committed for the sequence, or several steps if
-    min_chunk_token_count is above 1.
+    """The tokens that one engine step committed for the sequence or, if min_chunk_token_count is above
+    1, the tokens of one or several steps.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -225,7 +226,9 @@ class GenerateTokensResponse(_message.Message):
     stats, but can add up this field.
     """
     side_draft_token_count: _builtins.int
-    """How many of these draft tokens were beside the main path; 0 for a chain."""
+    """How many of the draft tokens that draft_token_count counts were beside the main path; 0 for a
+    chain.
+    """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The committed ids, in order; a final stop token is included."""

@@ -76,7 +76,7 @@ def _plan(name: str, draw: random.Random, absent: frozenset[str]) -> Planned:
 
 @dataclass(frozen=True, slots=True)
 class Campaign:
-    """The seed of the rounds, and for how many minutes new rounds start.
+    """The settings of a campaign: new rounds, drawn from `seed`, start until `minutes` are over.
 
     If `only` is given, the campaign plays the round with this number, and no other. With `tls`,
     all processes use mutual TLS, and clients HTTPS.

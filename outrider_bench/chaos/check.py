@@ -58,7 +58,7 @@ def check(events: Sequence[Event]) -> list[Violation]:
 
 
 def _overlap(*events: Event) -> bool:
-    """Return whether there is a moment at which all of these events overlap."""
+    """Return whether all of these events were under way at one moment."""
     latest_began: float = max(event["began"] for event in events)
     earliest_ended: float = min(event["ended"] for event in events)
     return latest_began <= earliest_ended
@@ -94,7 +94,7 @@ def _is_allowed(event: Event, faults: Sequence[Event]) -> bool:
 
 
 def _is_near(fault: Event, request: Event) -> bool:
-    """True if the fault may concern the request: a fault of the other gateway does not."""
+    """True unless the fault hit a gateway that did not serve the request."""
     return fault["target"] == request["gateway"] or fault["target"] not in GATEWAYS
 
 

@@ -1,4 +1,4 @@
-"""The faults of a campaign, keyed by name: effects, durations, and permitted outcomes.
+"""The faults of a campaign, keyed by name, with effects, durations and permitted outcomes.
 
 Each fault has one coroutine, which starts it and ends it. The campaign then waits until the stack
 has recovered.
@@ -165,7 +165,9 @@ async def _say_half(scene: Scene, target: str, seconds: float) -> None:
 _ANY_END = frozenset({"failed", "refused", "cut"})
 _NAMED_END = frozenset({"failed", "refused"})
 _NOTICED_S = (13.0, 16.0)
-"""Seconds of a fault during which the peers notice a silent process: their pings take up to 12 s.
+"""Bounds of the seconds of a fault that lasts until its peers notice a silent process.
+
+Peers take up to 12 s, because they notice it by their pings.
 """
 _DRAFTERS = tuple(DRAFTERS)
 _LARGE = {"maxmemory": "0", "maxmemory-policy": "noeviction"}
@@ -176,7 +178,7 @@ _WAYS = (
 
 
 def _of_processes() -> dict[str, Fault]:
-    """Return faults of each process."""
+    """Return faults of verifiers, gateways and drafters."""
     found: dict[str, Fault] = {}
     for name, targets in {"verifier": VERIFIERS, "gateway": GATEWAYS, "drafter": _DRAFTERS}.items():
         any_end = _ANY_END if name == "gateway" else frozenset()
@@ -230,7 +232,7 @@ def _of_redis() -> dict[str, Fault]:
 
 
 def _of_strangers() -> dict[str, Fault]:
-    """Return faults of drafters that break the protocol, and of clients."""
+    """Return faults of hostile drafters, and of clients."""
     found = {
         f"hostile drafter: {way}": Fault(_hostile(way), ("hostile",), seconds=(2.0, 5.0))
         for way in _WAYS

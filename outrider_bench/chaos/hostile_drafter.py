@@ -1,4 +1,4 @@
-"""A drafter that breaks the rules in one way.
+"""A drafter that misbehaves in one way, which the protocol may allow.
 
 Usage: hostile_drafter WAY ADDRESS... [--tls-cert FILE --tls-key FILE --tls-ca FILE]
 """
@@ -155,7 +155,7 @@ async def _stream(way: str, channel: grpc.aio.Channel) -> None:
 
 
 async def _attack(way: str, address: str, tls: Tls | None) -> None:
-    """Join repeatedly: the verifier ends bad streams, or may be down."""
+    """Join again and again, since the verifier ends bad streams and may be down."""
     async with rpc.dial(address, tls) as channel:
         while True:
             # grpc.aio raises InvalidStateError for a write to a stream that has just ended.

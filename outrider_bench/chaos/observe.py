@@ -33,7 +33,7 @@ async def within(seconds: float, holds: Callable[[], Awaitable[bool]]) -> bool:
 
 
 async def in_use(http: httpx.AsyncClient, urls: Mapping[str, str]) -> dict[str, float]:
-    """Return the metrics that should be 0 while no request runs but are not, from all `urls`.
+    """Return, from all `urls`, the metrics that are not 0 although no request runs.
 
     A URL that does not answer counts as such a metric.
     """

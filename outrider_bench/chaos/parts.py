@@ -31,7 +31,7 @@ def absent() -> frozenset[str]:
 
 
 def touched(target: str) -> frozenset[str]:
-    """Return the processes or links of a target."""
+    """Return the processes or links that a fault of this target hits."""
     return frozenset(VERIFIERS if target == ALL_VERIFIERS else (target,))
 
 

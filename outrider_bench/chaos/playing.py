@@ -70,9 +70,9 @@ def _report(path: Path, events: Sequence[Event]) -> bool:
 
 
 def markdown(events: Sequence[Event], violations: Sequence[Violation]) -> str:
-    """Return a Markdown table: how often each fault was played, and what its rounds counted.
+    """Return a Markdown table: how often each fault was played, and the counts of its rounds.
 
-    The counts are of requests, of finished requests, and of each kind of violation.
+    Requests, finished requests and each kind of violation are counted.
     """
     heads = ("fault", "tries", "requests", "finished", *_WHAT)
     lines = [heads, ("---",) + ("---:",) * (len(heads) - 1), *_rows(events, violations)]

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 _LENGTHS = (100, 16, 48, 24, 32)
-"""The maximum number of tokens of the answer to each prompt.
+"""For each prompt, the maximum number of tokens of its answer.
 
 Long answers are still under way when a fault comes; short answers end soon.
 """

@@ -61,7 +61,7 @@ class Certificates:
         return ssl.create_default_context(cafile=self._directory / "ca.pem")
 
     def given_to(self, launch: Launch, role: Role) -> Launch:
-        """Add TLS to a launch; the process's certificate has the name of the launch."""
+        """Return the launch with TLS; the process's certificate has the name of the launch."""
         self._authority.write_issued(self._directory, role.value, launch.name, [], _VALID)
         own = self._directory / f"{launch.name}.pem"
         files = {"tls-cert": own, "tls-key": own.with_suffix(".key")}
@@ -83,7 +83,7 @@ class Site:
         self.gateways: dict[str, str] = {}
         """The URL of each gateway."""
         self.trust: ssl.SSLContext | bool = certificates is not None and certificates.trust()
-        """How clients check the gateways' certificates, as httpx wants it."""
+        """httpx's argument `verify`: how clients check the gateways' certificates."""
         self._certificates = certificates
         self._absent = absent
         self._directory = directory
@@ -202,7 +202,7 @@ class Site:
             await self.processes.again(name)
 
     async def attack(self, way: str, seconds: float) -> None:
-        """Let a drafter break the protocol for some seconds, at both verifiers."""
+        """Let a hostile drafter act in this way for some seconds, at both verifiers."""
         addresses = [endpoint.verifier for endpoint in self._verifiers]
         module = "outrider_bench.chaos.hostile_drafter"
         await self._start(Launch("hostile", module, (way, *addresses)), Role.DRAFTER)

@@ -190,7 +190,7 @@ def _served(
 
 
 def step_of(samples: list[Sample]) -> Step:
-    """Return the means of a step over all samples."""
+    """Return the mean step of all samples."""
 
     def each(*names: str) -> float:
         """Return the sum of these counters for one step, averaged over the samples."""

@@ -28,9 +28,9 @@ _TICK = os.sysconf("SC_CLK_TCK")
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """A process to start: `python -m MODULE ARGUMENTS`, or if `module` is empty, a program.
+    """A process to start: `python -m MODULE ARGUMENTS`, or `PROGRAM ARGUMENTS` without a module.
 
-    Paths in arguments are relative to the checkout in which it runs.
+    Paths in arguments are relative to the checkout in which the process runs.
     """
 
     name: str
@@ -67,7 +67,7 @@ class Child:
         return self._process.returncode is None
 
     async def stop(self) -> None:
-        """Send SIGTERM to its group, and SIGKILL after 12 s; return when it has ended."""
+        """Send SIGTERM to its group, then SIGKILL after 12 s if it still runs; await its end."""
         self.send_signal(signal.SIGTERM)
         self.send_signal(signal.SIGCONT)  # a paused process acts on SIGTERM only when it goes on
         _, late = await asyncio.wait({self.ended}, timeout=_STOP_S)

@@ -67,13 +67,13 @@ def verifier_launch(
         "model_name": endpoint.model,
         "dtype": target.dtype,
         "listen": endpoint.verifier,
-        # Only the experiment's own processes connect, so nobody must be kept out.
+        # Only the experiment's own processes connect, so there is nobody to keep out.
         "open": True,
         "uds": _path(endpoint.uds),
         "threads": threads,
         "metrics_port": endpoint.metrics_port,
-        # Every repetition has the same prompts. With a prefix cache only the first repetition
-        # would compute them.
+        # All measurements of a workload have the same prompts. With a prefix cache, only the first
+        # measurement would compute them.
         "prefix_caching": False,
         "log_level": _LOG_LEVEL,
         **target.settings,
@@ -101,7 +101,7 @@ def gateway_launch(endpoint: Endpoint, model: Path, grpc_port: int) -> Launch:
         "http_host": LOOPBACK,
         "http_port": endpoint.http_port,
         "grpc_listen": f"{LOOPBACK}:{grpc_port}",
-        # Only the experiment's own clients connect, so nobody must be kept out.
+        # Only the experiment's own clients connect, so there is nobody to keep out.
         "open": True,
         "log_level": _LOG_LEVEL,
     }

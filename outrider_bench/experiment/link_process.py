@@ -40,7 +40,7 @@ class LinkControl:
         await self._ask({"shape": link.model_dump()})
 
     async def outage(self, seconds: float, direction: Direction = "both") -> None:
-        """Hold back all bytes of a direction for some seconds."""
+        """Hold back a direction's bytes, and all new connections, for some seconds."""
         await self._ask({"outage_s": seconds, "direction": direction})
 
     async def vanish(self) -> None:

@@ -1,6 +1,6 @@
 """A proxy that shapes TCP connections: round trip, jitter, bandwidth, loss, outages and resets.
 
-The proxy handles bytes and times, and no protocol. The proxy needs an event loop with exact timers,
+The proxy handles bytes and times, and knows no protocol. It needs an event loop with exact timers:
 see `exact_loop`.
 """
 
@@ -74,7 +74,7 @@ class ShapedLink:
         self.up.free_at = self.down.free_at = 0.0
 
     def outage(self, seconds: float, direction: Direction = "both") -> None:
-        """Hold a direction's bytes and new connections back for some seconds; nothing is lost."""
+        """Hold back a direction's bytes, and new connections, for some seconds; lose nothing."""
         ends_at = asyncio.get_running_loop().time() + seconds
         if direction != "down":
             self.up.held_until = ends_at
@@ -142,7 +142,7 @@ class ShapedLink:
     ) -> Iterator[tuple[float, bytes]]:
         """Yield the pieces of `data` with the times at which they arrive.
 
-        The data leaves at `leaves`. No piece arrives before `last`, the time of the previous piece.
+        The data leaves at `leaves`. No piece arrives before `last`, when the previous one arrives.
         """
         shape = self.shape
         rate = shape.mbit_s * 125_000
@@ -275,7 +275,7 @@ class _End(asyncio.Protocol):
             self._transport.abort()
 
     def _in_order(self) -> float:
-        """Return when the other end learns of a stream or connection that ends now."""
+        """Return the time at which the other end learns that a stream or connection ends now."""
         return max(self._last, self._loop.time() + self.link.round_trip_s / 2)
 
     def _put(self, *pieces: tuple[float, bytes | None]) -> None:

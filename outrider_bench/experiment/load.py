@@ -52,7 +52,7 @@ class Played:
 async def play(requests: Sequence[Request], batch: int, endpoint: Endpoint, asked: Asked) -> Played:
     """Send requests to a verifier, and keep `batch` of them in progress.
 
-    A request that fails is an error of the result, not an exception.
+    A request that fails adds an error to the result, and raises no exception.
     """
     before = await counters(endpoint.metrics_port)
     started = time.perf_counter()

@@ -109,7 +109,7 @@ def spread() -> float:
 
 
 def warnings() -> Iterator[str]:
-    """Watch the machine for a second; yield reasons to doubt measurements on it now."""
+    """Watch the machine for a second; yield reasons to doubt measurements that begin now."""
     cores = len(os.sched_getaffinity(0))
     load = os.getloadavg()[0]
     if load > _BUSY_LOAD * cores:

@@ -17,7 +17,7 @@ from outrider_bench.simulator import costs
 from outrider_bench.yaml_file import first_problem
 
 TOPOLOGIES: dict[str, dict[int, list[int]]] = {"gb200": {0: [*range(72)], 1: [*range(72, 144)]}}
-"""Maps a cost table to the cores of each NUMA node: the two Grace CPUs of a GB200 board."""
+"""Maps a cost table to the cores of each NUMA node. A GB200 board has two Grace CPUs."""
 _ONE_NODE = {0: [*range(64)]}
 
 
@@ -25,7 +25,7 @@ def load_profile(name: str, field: str) -> Profile:
     """Read a profile from a file, or make it from a cost table.
 
     The cost table is in a file, or comes with the simulator. Raises ValueError that names `field`,
-    and the wrong field of the file.
+    and the wrong field of the file if there is one.
     """
     try:
         path = costs.path_of(name)

@@ -13,9 +13,10 @@ _LOOK_S = 0.1
 
 
 class StackFailed(Exception):
-    """A process could not be started, ended or was not ready in time, or a campaign had to stop.
+    """A process could not start, has ended, or was not ready in time, or a campaign had to stop.
 
-    If a process ended or was not ready in time, the message has its last lines.
+    If a process has ended, the message has its last lines. If a process was not ready in time, the
+    message has the last lines of all processes.
     """
 
 

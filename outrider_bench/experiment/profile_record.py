@@ -12,7 +12,7 @@ from outrider_bench.experiment.serving import Serving, busy
 from outrider_bench.simulator.costs import Costs
 
 NEVER = "never"
-"""The time of measurement in the profile of a cost table."""
+"""The value of `measured_at` in a profile that was made from a cost table."""
 
 
 class Conditions(BaseModel):
@@ -82,7 +82,7 @@ class Profile(BaseModel):
     def serving_at(self, way: str, batch: int) -> Serving:
         """Return the costs of serving in a decoding mode, for a batch size.
 
-        The times of the network and the slowness are interpolated between batch sizes. The other
+        The slowness and the times of the network are interpolated between batch sizes. The other
         fields are those of the smallest batch.
         """
         low, high = self._at(way)

@@ -1,6 +1,6 @@
-"""The costs of serving: the time of a fixed load beyond an idle machine's forwards.
+"""The costs of serving: the time that a fixed load takes beyond an idle machine's forwards.
 
-The costs come only from that load, never from an experiment. The costs are a part of the profile.
+The costs come only from that load, never from an experiment. They are a part of the profile.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from outrider_bench.experiment.calibration import Served, Step
 from outrider_bench.simulator.costs import Costs, NotNegative
 
 SLOWNESS_ON_TARGET_CORES = 2.0
-"""How many times as long drafting takes on the target's cores: target and drafter get half each."""
+"""Time of drafting on the target's cores over its time elsewhere: the drafter gets half of them."""
 
 
 class Serving(BaseModel):
@@ -83,7 +83,10 @@ def busy(costs: Costs, one: Serving, many: Serving) -> Costs:
     span = max(many.sequences - one.sequences, 1e-9)
 
     def slowdown(sequences: int) -> float:
-        """Return the factor by which a forward is slower, interpolated between the two loads."""
+        """Return how many times as long as on the idle machine a forward of this batch takes.
+
+        The factor is interpolated between the two loads.
+        """
         share = min(max((sequences - one.sequences) / span, 0.0), 1.0)
         return one.slowdown + share * (many.slowdown - one.slowdown)
 

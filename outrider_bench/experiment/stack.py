@@ -1,8 +1,9 @@
 """Decides which processes a cell needs, and in which order; `Processes` starts them.
 
 A cell is a combination of an experiment's settings. `server` starts a verifier with its gateway,
-`drafting` starts links and drafters, and `run.py` nests the two. The server stays while drafters
-and links come and go, so cells with the same target need only one start of a server.
+`drafting` starts links and drafters, and `run.py` runs `drafting` within `server`. The server stays
+while drafters and links come and go, so in each repetition, cells with the same target need only
+one start of a server.
 """
 
 from __future__ import annotations
@@ -51,10 +52,10 @@ class Server:
     endpoint: Endpoint
     processes: Processes
     in_process_drafter_count: int = 0
-    """Drafters in the verifier's own process."""
+    """The number of drafters in the verifier's own process."""
 
     async def has_drafters(self, count: int) -> bool:
-        """Return whether the gateway is ready and the verifier has `count` drafters."""
+        """Return whether the gateway is ready and the verifier has exactly `count` drafters."""
         # Reading the system's certificates would occupy the cores on which processes start.
         async with httpx.AsyncClient(timeout=_ASK_S, verify=False) as client:
             return await _is_ready(client, self.endpoint.url, count)
@@ -80,9 +81,10 @@ async def _is_ready(client: httpx.AsyncClient, url: str, count: int) -> bool:
 async def server(
     target: Target, model: Path, in_process: Sequence[DrafterSpec] = ()
 ) -> AsyncIterator[Server]:
-    """Run a verifier during the context; the drafters of the list `in_process` run in its process.
+    """Run a verifier and its gateway during the context.
 
-    Raises StackFailed if the verifier fails.
+    The drafters of the list `in_process` run in the verifier's process. Raises StackFailed if
+    verifier or gateway fails.
     """
     processes = Processes()
     with tempfile.TemporaryDirectory(prefix="outrider-experiment-") as sockets:

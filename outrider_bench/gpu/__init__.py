@@ -1,1 +1,1 @@
-"""Measures the GPU path in steps; runs at small size on a CPU."""
+"""Measures the GPU path in steps, which also run on a CPU, at small sizes."""

@@ -17,7 +17,8 @@ class _Bar:
     use: str
     batch: int
     predicted: float
-    """Predicted × plain for bench/experiments/h200.yaml; n-grams: see the results of 2026-11-30."""
+    """The predicted × plain for bench/experiments/h200.yaml. For n-grams, the results of 2026-11-30
+    have it."""
     least: float
     """If the measured × plain is at least this, everything goes on as planned."""
     missed: str

@@ -23,7 +23,7 @@ _LONGEST = 12
 
 
 def _slices(batch: int, context: int, tokens: int) -> list[SequenceSlice]:
-    """Return slices with chains of `tokens` after `context` tokens, in scattered pages."""
+    """Return slices with chains of `tokens` tokens after `context` tokens, in scattered pages."""
     each = -(-(context + tokens) // _PAGE_SIZE)
     pages = Random(0).sample(range(batch * each), batch * each)
     # As in a service, the device knows the pages of a running sequence after its first step.
@@ -38,7 +38,7 @@ class _Model:
     """A model like a served model, with random weights drawn on the device."""
 
     def __init__(self, device: Device, name: str, tokens_each: int) -> None:
-        # An earlier model's cache fills the card.
+        # Until it is collected, an earlier model's cache fills the card.
         gc.collect()
         torch.cuda.empty_cache()
         self.name = name

@@ -176,7 +176,7 @@ class DrafterActor:
         if not self._ends:
             self._resume_at(now, 0)
             return
-        # The drafter finishes the part of the work in progress, then it reads the message.
+        # The drafter finishes the part on which it works, then it reads the message.
         done = bisect_left(self._ends, now) + 1
         if done <= len(self._ends):
             if self._process.free_at == self._ends[-1]:

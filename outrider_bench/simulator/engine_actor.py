@@ -19,8 +19,8 @@ class EngineActor:
         self.open_requests = 0
         self._events = events
         self._busy_until = 0.0
-        # The time of the next advance, and the number of that appointment; earlier appointments are
-        # void.
+        # The time of the next advance, and the number of the appointment for it. Appointments with
+        # earlier numbers are void.
         self._due = float("inf")
         self._appointment = 0
 

@@ -20,7 +20,7 @@ class Events:
 
     def __init__(self) -> None:
         self.now = 0.0
-        """The present event's time in seconds."""
+        """The present time in seconds, which the present event may move forward."""
         self._heap: list[tuple[float, int, Callable[[], object]]] = []
         self._number = 0
 
@@ -44,7 +44,7 @@ class Events:
         self.at(self.now + seconds, work)
 
     def run(self, until: float) -> None:
-        """Run all events up to and including `until`, with the events that they schedule."""
+        """Run all events that are due by `until`, even if they are scheduled only meanwhile."""
         heap = self._heap
         while heap and heap[0][0] <= until:
             self.now, _, work = heappop(heap)

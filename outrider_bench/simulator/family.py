@@ -113,7 +113,7 @@ class SimulatedFamily(Family):
         return leaves
 
     def _offered(self, text: DrawnText, index: int, count: int) -> int:
-        """Return how many of `count` guesses are offered, the first at `index` after the prompt."""
+        """Return how many of the `count` guesses from `index` after the prompt on are offered."""
         recorded = text.guesses.get(self.name)
         if recorded is None:
             return 0 if self._skips_hard and text.hard[index] else count

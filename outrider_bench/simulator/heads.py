@@ -1,4 +1,4 @@
-"""The family `head` in virtual time: its offers are recorded; a cost table times its rounds.
+"""The family `head` in virtual time, with recorded offers and the times of a cost table.
 
 Features have sizes but no content.
 """
@@ -30,7 +30,7 @@ _ROWS_OF_A_ROUND = 2
 
 
 class SimulatedStates:
-    """A `FeatureSource`: hidden states of a size, all zeros."""
+    """A `FeatureSource` whose hidden states have the given size and are all zeros."""
 
     layer_count = _LAYERS
 
@@ -76,7 +76,7 @@ class SimulatedHead:
         hidden_size: int,
     ) -> None:
         self.observers: list[Callable[[float], None]] = []
-        """Called with the seconds of each round when it begins."""
+        """Called with the seconds of each round or reading of a prompt, when it is planned."""
         self.feature_request = FeatureRequest(tuple(range(spec.states)))
         self._name = spec.family or spec.name
         self._events = events

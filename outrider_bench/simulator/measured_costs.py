@@ -60,9 +60,9 @@ def measure(
     """Measure the cost table, with `threads` for the target.
 
     The table's `drafting` has the n-gram family (`ngram`) and the draft model on the CPU with each
-    of `draft_threads`: `model` for one thread, `model-2` for two and so on; where the target is on
-    a GPU, also `model-on-target`, the draft model on that GPU. The bundled pair takes about a
-    minute on two cores.
+    of `draft_threads`: `model` for one thread, `model-2` for two and so on. Where the target is on
+    a GPU, `drafting` also has `model-on-target`, the draft model on that GPU. The bundled pair
+    takes about a minute on two cores.
     """
     sequences = sequences_up_to(most_sequences)
     target = _served(target_path, dtype, "auto", threads, sequences)
@@ -127,7 +127,7 @@ def _forwards(target: ModelRunner, sequences: list[int]) -> list[Forward]:
 
         Such a forward has at least `count` sequences, and at least as many tokens in total.
 
-        More work does not take less time. If it did, something disturbed the smaller forward.
+        More work cannot take less time. If it seems to, something disturbed the smaller forward.
         """
         larger = [(n, each) for n, each in points if n >= count and n * each >= count * tokens]
         return min([best_s[point] for point in larger])

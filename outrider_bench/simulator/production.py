@@ -33,7 +33,7 @@ _WRONG = 2**30
 # The probabilities that a draft model estimates for its likeliest tokens in a tree, the best first.
 # A recording has only ranks. The verifier corrects the estimates after each commit.
 _SHARES = [0.7, 0.12, 0.06, 0.03]
-# Size of a draft model's cache, and its context length in tokens.
+# The number and the size of the pages of a draft model's cache, and its context length in tokens.
 _PAGES = 65_536
 _PAGE_SIZE = 16
 _CONTEXT = 2**20

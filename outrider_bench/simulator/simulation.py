@@ -31,7 +31,7 @@ class Outcome:
     request_count: int = 0
     resubmitted_count: int = 0
     late_count: int = 0
-    """The number of requests whose clients gave up."""
+    """The number of requests whose clients gave up, or did not read."""
     errors: list[str] = field(default_factory=list)
 
 
@@ -175,9 +175,9 @@ class Simulation:
     def _end(self, requests: list[Request]) -> float:
         """Return when the measurement of these requests ended.
 
-        If all requests have ended, the measurement ended with the last request, else when the time
-        was up. More poisson arrivals could always come, so their measurement ends when the time is
-        up.
+        If all requests have ended, the measurement ended with the last of these requests. Otherwise
+        it ended when the time was up. With poisson arrivals it always ends when the time is up,
+        because more requests could come.
         """
         ended = [
             request.received_at[-1][0]

@@ -43,7 +43,7 @@ class SimulatedTarget:
         """Seconds that forwards have lost to drafters."""
         self._ends_at = 0.0
         # `_drafted` says whether the forward in progress verifies drafts. `_lost_s` has the seconds
-        # that the next forwards with and without drafts will lose.
+        # that the next forward with drafts (True) and the next without drafts (False) will lose.
         self._drafted = False
         self._lost_s = {True: 0.0, False: 0.0}
 
@@ -83,7 +83,7 @@ class SimulatedTarget:
 
 
 class SimulatedVerifier:
-    """Accepts the part of each draft that agrees with its text, and spends the host's time."""
+    """Accepts the part of a draft that agrees with its sequence's text; spends the host's time."""
 
     thinking_ids: tuple[int, int] | None = None
 

@@ -26,7 +26,7 @@ from outrider_bench.simulator.world import FIRST_MARK, DrawnText, World
 from verifier_svc.state.sequence import Sequence
 
 UNREAD_CHUNKS = 400
-"""Chunks of an answer that fit the buffers between its client and the verifier."""
+"""The number of chunks of an answer for which the buffers between client and verifier have room."""
 # The grammar of every request that has one. Texts are recorded, so nothing is masked.
 _GRAMMAR = Grammar(GrammarKind.JSON_OBJECT)
 UNREAD_S = 60.0
@@ -49,7 +49,7 @@ class Request:
     error: OutriderError | None = None
     over: bool = False
     late: bool = False
-    """True if the request's client left before the end."""
+    """True if the client gave up before the end, or did not read for too long."""
 
 
 class Traffic:
@@ -235,7 +235,7 @@ class Traffic:
     # --- one request ---
 
     def _submit(self, request: Request) -> None:
-        """Submit the rest of a request to the least loaded verifier."""
+        """Submit a request, or its remaining part, to the least loaded verifier."""
         text = request.text
         received = request.received
         verifier = self._least_loaded()

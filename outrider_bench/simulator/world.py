@@ -21,7 +21,8 @@ VOCAB = 256
 # Recorded prompts begin with a token of at least this number, which identifies the text. No model
 # has such tokens.
 FIRST_MARK = 2**31
-# Recorded guesses: the true token, or no guess. All other characters stand for wrong guesses.
+# Characters of recorded guesses: for a right guess, and for no guess. All others stand for wrong
+# guesses.
 RIGHT = "+"
 NO_GUESS = "."
 _CHUNK = 128

@@ -169,7 +169,7 @@ async def measured(
     compared: Compared,
     until: float,
 ) -> AsyncIterator[Row]:
-    """Yield the rows of all turns that start before `until`; each turn starts with another mode."""
+    """Yield the rows of all turns that start before `until`; the first mode of a turn rotates."""
     todo = list(turns(settings, prompts))
     every = chain.from_iterable(prompts.values())
     await _compile(compared, every, encoder, settings.temperatures[0])
@@ -199,7 +199,7 @@ async def measured(
 def _requests(
     turn: Turn, prompts: Mapping[str, Sequence[Prompt]], encoder: Encoder, tokens: int
 ) -> list[Request]:
-    """Return the turn's requests, which are the same, with the same seeds, for all modes."""
+    """Return the turn's requests, which are the same for all modes, seeds included."""
     asked = mixed(prompts)[turn.kind] if turn.batch > 1 else [prompts[turn.kind][turn.number]]
     return [
         request_of(prompt, encoder, tokens, 1000 * turn.round + turn.number + place)
@@ -216,7 +216,7 @@ def _tenant(mode: Mode, turn: Turn) -> str:
 async def _compile(
     compared: Compared, prompts: Iterable[Prompt], encoder: Encoder, temperature: float
 ) -> None:
-    """Make every process compile each grammar beforehand: this takes as long as many tokens."""
+    """Make every process compile each grammar beforehand: compiling takes as long as many steps."""
     distinct = {json.dumps(each.structured_outputs): each for each in prompts}
     for prompt in distinct.values():
         request = request_of(prompt, encoder, 2, 0)

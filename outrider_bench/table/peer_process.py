@@ -78,7 +78,7 @@ async def line_peer(
 
 
 def _vllm_threads(python: Path) -> dict[str, str]:
-    """Return the environment variables that pin vLLM's threads, with Intel's OpenMP, on CPUs.
+    """Return environment variables that load Intel's OpenMP into vLLM and pin vLLM's CPU threads.
 
     vLLM's server uses the same variables. With another OpenMP, vLLM warns of slow speculation. If
     Intel's OpenMP is not installed beside vLLM, there are no variables.

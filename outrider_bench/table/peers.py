@@ -63,7 +63,7 @@ async def started(
 
 
 def _vllm_methods(settings: TableSettings) -> dict[str, _Method]:
-    """Return vLLM's drafting methods, keyed by decoding mode; no method whose model is missing."""
+    """Return vLLM's drafting methods for which no model is missing, keyed by decoding mode."""
     count = {"num_speculative_tokens": _VLLM_DRAFT_TOKENS}
     lookup = {"prompt_lookup_max": 3, "prompt_lookup_min": 1}
     found = {

@@ -43,7 +43,10 @@ def _speeds(rows: Sequence[Row]) -> Iterator[str]:
             row for row in asked if (row.turn.batch, row.turn.temperature) == (batch, temperature)
         ]
         yield f"\n## Batch {batch}, temperature {temperature:g}\n"
-        yield "× plain (95 % interval) · tokens per forward; plain has tokens/s.\n"
+        yield (
+            "A cell has × plain (95 % interval) · tokens per forward; "
+            "the cells of plain have tokens/s.\n"
+        )
         plain = {row.turn: row for row in own if row.mode == PLAIN}
         yield from _grid(own, partial(_speed, plain))
 
@@ -63,13 +66,16 @@ def _speed(plain: Mapping[Turn, Row], some: Sequence[Row]) -> str:
 
 
 def _guesses(rows: Sequence[Row]) -> Iterator[str]:
-    """Yield tables of rows with a draft in every step: our `always` rows, and all peers' rows."""
+    """Yield tables of rows with a draft in every step: `always` rows, and all rows of peers."""
     always = {row.mode for row in rows if row.always}
     own = [row for row in rows if row.turn.batch == 1 and row.mode != PLAIN]
     own = [row for row in own if row.always or row.mode not in always]
     for temperature in dict.fromkeys(row.turn.temperature for row in own):
         yield f"\n## Every step drafted, batch 1, temperature {temperature:g}\n"
-        yield "Tokens per forward: shares of drafts with the token at position 1, 2, … accepted.\n"
+        yield (
+            "A cell has tokens per forward: "
+            "shares of drafts whose token at position 1, 2, … was accepted.\n"
+        )
         yield from _grid([row for row in own if row.turn.temperature == temperature], _guessed)
 
 

@@ -31,7 +31,7 @@ class Row:
     turn: Turn
     mode: str
     always: bool
-    """True if each step had a draft, even if that is slower."""
+    """True if each step had a draft, even where a step without a draft would have been better."""
     tokens: int
     seconds: float
     forwards: int

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-# transformers' own documentation shows 3 to 10.
+# transformers' own documentation shows values from 3 to 10.
 _LOOKUP_TOKENS = 8
 
 

@@ -1,4 +1,4 @@
-"""Two gateways for released clients: with the bundled pair, and with a scripted model."""
+"""Two gateways for released clients: one has the bundled pair, the other a scripted model."""
 
 from collections.abc import AsyncIterator, Iterator
 

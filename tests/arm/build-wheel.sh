@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Builds Outrider's wheel for linux_aarch64 on another machine, with gcc-aarch64-linux-gnu, into a
-# folder. build/arm64 (make-root.sh) has the headers and the settings of ARM's Python, which must be
-# of the same version as PYTHON, such as 3.11.
+# Builds Outrider's wheel for linux_aarch64 into a folder, with gcc-aarch64-linux-gnu, on a machine
+# that is not ARM. build/arm64 (make-root.sh) has the headers and the settings of ARM's Python. The
+# version of that Python must be the version of PYTHON, such as 3.11.
 set -euo pipefail
 into=$(mkdir -p "${1:?usage: $0 FOLDER}" && realpath "$1")
 cd "$(dirname "$(realpath "$0")")/../.."

@@ -26,7 +26,7 @@ CONFIG = LlamaConfig(
     num_key_value_heads=2,
 )
 PAGES = [40, 3, 17, 5]
-# The text is cut here into a chunk of 30 rows, one row, a draft, and a chunk of 14 rows.
+# The text is cut at these places into a chunk of 30 rows, one row, a draft, and a chunk of 14 rows.
 CUTS = [0, 30, 31, 36, 50]
 
 

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Makes build/arm64: what a drafter needs on 64-bit ARM, for tests under qemu. Debian's packages come
-# from this machine's own sources, Python's from its own index, in the versions and with the hashes
-# of compose/pinned. The index's torch for ARM contains CUDA, so that this takes 6 GB. A root that
-# was made from the same files is left alone.
+# Makes build/arm64: what a drafter needs on 64-bit ARM, for tests under qemu. Debian's packages
+# come from this machine's own sources. Python's packages come from pip's index, in the versions and
+# with the hashes of compose/pinned. The index's torch for ARM contains CUDA, so that this takes 6
+# GB. A root that was made from the same files is left alone.
 set -euo pipefail
 script=$(realpath "$0")
 cd "$(dirname "$script")/../.."
@@ -55,9 +55,9 @@ of_python --no-deps --require-hashes -r "$list"
 grep -v '^ ' "$list" | sed 's/ *\\$//' >"$into/versions.txt"
 of_python -c "$into/versions.txt" -c constraints.txt torch
 
-# qemu 7.2 shows this machine's /proc/cpuinfo, on which the library that torch asks about the
-# processor crashes. A file below the root hides /proc/cpuinfo: the file lists two Neoverse V2
-# cores, as Linux does.
+# qemu 7.2 shows this machine's /proc/cpuinfo. torch asks a library about the processor, and the
+# library crashes when it reads that file. So a file below the root hides /proc/cpuinfo, and lists
+# two Neoverse V2 cores as Linux does.
 mkdir -p "$into/root/proc"
 for core in 0 1; do
   cat <<EOF

@@ -1,7 +1,7 @@
 """Drafters on 64-bit ARM draft for a verifier on x86; gateway and traces show where they run.
 
 The drafters are whole processes of the cross-built wheel, with ARM's Python, gRPC and torch. Only
-the processor is emulated, which takes minutes.
+the processor is emulated. With the emulation, a test takes minutes.
 """
 
 from __future__ import annotations

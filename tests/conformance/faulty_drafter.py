@@ -25,7 +25,7 @@ corpus: list[int] = []
 def tree(text: list[int], count: int) -> tuple[list[int], list[int]]:
     """Return guesses as a tree: token ids and their parents.
 
-    Each branch begins with another token that has followed the text's last token before.
+    Each branch begins with a different one of the tokens that have followed the text's last token.
     """
     tokens: list[int] = []
     parents: list[int] = []
@@ -43,8 +43,8 @@ def tree(text: list[int], count: int) -> tuple[list[int], list[int]]:
 def guess(text: list[int], count: int) -> list[int]:
     """Return the tokens after the previous occurrence of the last token; none if that token is new.
 
-    With the fault "prediction-as-corpus", the prediction from its second token on follows a new
-    token.
+    With the fault "prediction-as-corpus", the guesses after a new token are the prediction without
+    its first token.
     """
     for start in range(len(text) - 2, -1, -1):
         if text[start] == text[-1]:

@@ -46,7 +46,7 @@ def _make_older(file: FileDescriptorProto) -> None:
     for message in file.message_type:
         removed = _REMOVED.get(message.name, ())
         kept = [field for field in message.field if field.name not in removed]
-        # An optional field is the only one of its oneof, and no oneof may be empty.
+        # An optional field is the only field of its own oneof, and no oneof may be empty.
         indices = {field.oneof_index for field in kept if field.HasField("oneof_index")}
         oneofs = [message.oneof_decl[i] for i in sorted(indices)]
         for field in kept:
@@ -59,9 +59,9 @@ def _make_older(file: FileDescriptorProto) -> None:
 
 
 def _make_newer(file: FileDescriptorProto) -> None:
-    """Add a field to each of our messages in a file of the protos.
+    """Add a field to each of Outrider's messages in a file of the protos.
 
-    Each direction of the draft stream also gets a kind of message.
+    Each direction of the draft stream also gets a new kind of message.
     """
     for message in file.message_type if file.package == "outrider.v1" else ():
         message.field.add(

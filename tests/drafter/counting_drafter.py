@@ -23,7 +23,7 @@ TRACEPARENT = "00-0123456789abcdef0123456789abcdef-0123456789abcdef-01"
 
 
 class Counting(Family):
-    """Guesses that each token is the token before plus 1, two tokens at a time.
+    """Guesses that each token is one more than the token before it, two tokens at a time.
 
     A draft takes `slow_s` seconds unless it is interrupted.
     """

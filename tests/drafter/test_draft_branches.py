@@ -42,7 +42,7 @@ def close(rig: Rig) -> None:
 
 
 def chain_length(proposal: Proposal) -> int:
-    """Return the length of a proposal's chain: each token's parent is the token directly before."""
+    """Return the length of a proposal's chain, where each token's parent is the token before it."""
     return next(
         (i for i, parent in enumerate(proposal.parents) if parent != i), len(proposal.token_ids)
     )

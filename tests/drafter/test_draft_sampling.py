@@ -37,7 +37,7 @@ async def first_guesses(
 ) -> list[tuple[int, SparseDistribution]]:
     """Return the first sampled token of each of `count` sequences, and its distribution.
 
-    The sequences have one prompt and different seeds.
+    The sequences have the same prompt and different seeds.
     """
     for i in range(count):
         rig.open(sampled(prompt, i, seed=i))

@@ -110,7 +110,7 @@ class Pair:
             self.real.branch(at, run)
 
     def commit(self, accepted: int, own: list[int]) -> None:
-        """Commit `accepted` guesses, if the drafter knows the whole text; then commit `own`."""
+        """Commit `accepted` guesses, if the drafter has all committed tokens; then commit `own`."""
         if self.committed == self.real.tokens:
             self.committed += self.real.guesses[:accepted]
         self.committed += own
@@ -118,8 +118,8 @@ class Pair:
     def deliver(self, earlier: int, later: int) -> None:
         """Deliver a verdict that begins `earlier` tokens before the end of the drafter's text.
 
-        The verdict ends `later` - 2 tokens after the text's end; if this number is not above 0, the
-        verdict only repeats tokens.
+        The verdict ends `later` - 2 tokens after the text's end, or at the last committed token if
+        that is earlier. If `later` is at most 2, the verdict only repeats tokens.
         """
         start = max(0, len(self.real.tokens) - earlier)
         end = min(len(self.committed), len(self.real.tokens) + later - 2)

@@ -193,7 +193,7 @@ async def test_each_draft_is_a_span_below_the_step_it_answers(
 
 
 def test_drafts_and_skips_are_one_message_where_they_fit() -> None:
-    """The verifier divides a message's drafting time by its longest draft.
+    """The verifier divides a message's drafting time by the length of its longest draft.
 
     A message with only skips would seem to travel for as long as the drafting took.
     """

@@ -34,7 +34,7 @@ def opened(sequence_id: int, tokens: Sequence[int]) -> Opened:
 
 
 def count_on(text: Sequence[int], count: int) -> list[int]:
-    """Guess that each token is the token before plus 1; guess nothing after 99."""
+    """Guess that each token is one more than the token before it; guess nothing after 99."""
     if text[-1] >= 99:
         return []
     return [text[-1] + i for i in range(1, count + 1)]

@@ -147,7 +147,7 @@ async def test_guessing_ends_where_every_token_is_forbidden(
     guessed = rig.guesses(1)
     assert tokenizer.decode(guessed) == "ab"
     assert drafts.skips == [Skip(1, len(REPEATING))]
-    # The other guesses stay valid after the next verdict, but no token may follow them.
+    # The guesses after the first stay valid after the next verdict, but no token may follow them.
     rig.commit(1, guessed[0])
     assert (await rig.drafts()).skips == [Skip(1, len(REPEATING) + 1)]
     assert rig.guesses(1) == guessed[1:]

@@ -56,7 +56,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
 
 @pytest.fixture(scope="module")
 def make_other(folder: Folder, thread: ThreadPoolExecutor) -> Make:
-    """Return a function that makes a rig of the draft model with the vocabulary of a name."""
+    """Return a function that makes a rig of the draft model whose vocabulary has a given name."""
     runners: dict[str, tuple[ModelRunner, Vocabulary]] = {}
     ends = (0, 3)
     grammars = GrammarCompiler(str(MODEL), 4096, ends, trusted=True)
@@ -83,7 +83,7 @@ def make_other(folder: Folder, thread: ThreadPoolExecutor) -> Make:
 def make_for(folder: Folder, runner: ModelRunner, thread: ThreadPoolExecutor) -> Make:
     """Return a function that makes a rig of the bundled draft model.
 
-    The rig is for a target with the vocabulary of the given name.
+    The rig is for a target whose vocabulary has a given name.
     """
 
     def make(name: str) -> Rig:

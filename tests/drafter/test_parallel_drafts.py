@@ -126,7 +126,7 @@ def test_a_round_after_one_without_any_guess_guesses_as_usual(
 ) -> None:
     """A round has no guess if its forward overflows.
 
-    The next step may add no token of the draft model to the text.
+    The next round may begin with the same text in the draft model's tokens.
     """
     monkeypatch.setattr(runner, "parallel_token_id", UNKNOWN if parallel else None)
     monkeypatch.setattr(runner, "decoder", None)

@@ -1,4 +1,4 @@
-"""A drafter's session: for which sequences it asks guesses, what it sends, and its failures."""
+"""A drafter's session: which sequences it gets guesses for, what it sends, and its failures."""
 
 from __future__ import annotations
 
@@ -39,7 +39,10 @@ def verdict(sequence_id: int, length: int, *new: int) -> Verdict:
 
 
 class Counting(Family):
-    """Guesses that each token is the token before plus 1; nothing for sequences in `ends`."""
+    """Guesses that each token is one more than the token before it.
+
+    It guesses nothing for sequences in `ends`.
+    """
 
     name = "counting"
 

@@ -111,7 +111,7 @@ def test_bytes_that_are_no_text_are_read_one_by_one(folder: Save) -> None:
 def test_a_commit_encodes_the_end_of_a_text_alone(
     folder: Save, own: str, odd: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Some texts have no boundaries between words, and a cut elsewhere may cost a token."""
+    """Some texts have no boundaries between words, and a cut within a word may add a token."""
     vocabulary = vocabulary_of(folder(own), MODEL)
     tokens = load_tokenizer(str(MODEL)).encode(WORDS + odd).ids
     lengths: list[int] = []

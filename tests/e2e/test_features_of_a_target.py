@@ -26,7 +26,7 @@ PROMPT = [100 + 17 * i % 389 for i in range(50)]
 
 
 async def features(drafter: RawDrafter) -> dict[int, np.ndarray]:
-    """Return the features until the sequence is closed, keyed by position."""
+    """Read features until the sequence is closed; return them, keyed by position."""
     found: dict[int, np.ndarray] = {}
     while True:
         step = (await drafter.hear()).step

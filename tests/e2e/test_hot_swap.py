@@ -110,7 +110,10 @@ class Swapped:
         return found
 
     async def drafted(self, least: int, known: set[tuple[str, str]]) -> tuple[str, str]:
-        """Wait until `least` tokens of new weights are verified; return drafter and version."""
+        """Wait until `least` tokens of weights that are not in `known` are verified.
+
+        Adds drafter and version of these weights to `known`, and returns them.
+        """
         new: list[tuple[str, str]] = []
 
         async def are_there() -> bool:

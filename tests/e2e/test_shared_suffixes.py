@@ -91,7 +91,7 @@ async def warm(site: Site, of: int) -> AsyncIterator[None]:
     with site.drafter(of) as metrics:
         async with Client(site.stacks[of].address) as client:
             await client.connected("suffix")
-            # The drafter learns from a first request which tenant there is.
+            # A first request tells the drafter the tenant whose texts it must read.
             await client.answers([[1, 2, 3]], GREEDY, DRAFTED, max_tokens=2)
             wanted = site.texts()
 

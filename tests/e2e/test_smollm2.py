@@ -1,4 +1,4 @@
-"""In float32 SmolLM2 writes the texts of transformers, with every drafter, in six languages.
+"""In float32 SmolLM2 writes the same texts as in transformers, with any drafter, in six languages.
 
 OUTRIDER_SMOLLM2_TEXTS is the number of texts: bench/results/2026-11-29-smollm2-exact has 200.
 """

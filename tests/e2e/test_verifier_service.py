@@ -32,7 +32,7 @@ async def test_a_draining_verifier_finishes_requests_and_takes_no_new_ones() -> 
             running_call = aiter(client.stub.GenerateTokens(wire_requests.request_to_proto(long)))
             chunks = [wire_requests.chunk_from_proto(await anext(running_call))]
             stack.verifier.popen.terminate()
-            # Another process has no event to wait for.
+            # The verifier is another process, so there is no event to wait for.
             while (await client.model()).stage is not Stage.DRAINING:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
             with pytest.raises(grpc.aio.AioRpcError) as caught:

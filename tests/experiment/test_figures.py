@@ -68,9 +68,9 @@ def sample(tokens: int = 100, seconds: float = 2.0) -> Sample:
 
 
 def run(path: Path, rates: dict[str, list[tuple[float, float]]]) -> Folder:
-    """Return a run over round trips.
+    """Return the folder of a run that sweeps the round trip.
 
-    `rates` maps cell and repetition to (plain, drafted) tokens/s.
+    `rates` maps a cell to a pair (plain, drafted) of tokens/s for each repetition.
     """
     settings = {
         "name": "hand-made",

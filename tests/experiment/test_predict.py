@@ -29,7 +29,7 @@ DRAFTERS = {
 
 
 RECORDERS: dict[str, Recorder] = {}
-"""The texts of the target and the draft model. Recording them takes seconds."""
+"""Recorders with the texts of target and draft model, which take seconds to record."""
 
 
 def predictor(**more: Any) -> Predictor:

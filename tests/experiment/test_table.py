@@ -71,8 +71,8 @@ def test_speeds_are_relative_to_plain_in_the_same_turns_and_losses_are_marked() 
     assert "| ngram | 0.50 (0.50–0.50) ▼ · 1.20 | – | – |" in lines
     assert "- Left out: mtp: models/smollm2/mtp is not a model." in lines
     with_code = markdown([*rows, _row("code", "ngram", 2.0, forwards=30)], ABOUT)
-    # The ratio of the speeds over all turns: as many tokens took 8 s with plain decoding and 10 s
-    # with n-grams.
+    # The ratio of the speeds over all turns: the same number of tokens took 8 s with plain decoding
+    # and 10 s with n-grams.
     assert "| 2.00 · 2.00 | 0.80 (0.50–2.00) · 1.38 |" in with_code
 
 
@@ -266,7 +266,7 @@ def test_the_command_measures_all_of_our_modes(
         figures = [cell.strip(" |").split(" of ") for cell in line.split(" | ") if " of " in cell]
         assert figures
         assert all(equal == count for equal, count in figures)
-    # transformers computes in bfloat16 with other roundings, so its texts may differ.
+    # In bfloat16 transformers does not round as Outrider does, so its texts may differ.
     assert any(line.startswith("| transformers, assisted |") for line in texts)
     [run] = tmp_path.iterdir()
     assert json.loads((run / "run.json").read_text())["command"].startswith("outrider lab table")

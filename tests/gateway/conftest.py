@@ -16,7 +16,7 @@ from tests.gateway.scripted_verifier import Script, ready
 from tests.waiting import until
 
 # The template of a model that thinks, and calls tools in Hermes' format. It leaves out the content
-# of a message if the word "hidden" is in it.
+# of a message if the content has the word "hidden".
 _THINKERS_TEMPLATE = (
     "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}<|{{ m.role }}|>"
     "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"

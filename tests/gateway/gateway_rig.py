@@ -1,4 +1,4 @@
-"""Shared by the gateway's tests: a gateway with its clients, and waiting for a condition."""
+"""What the gateway's tests share: a gateway with its clients, and answers of its verifier."""
 
 from __future__ import annotations
 

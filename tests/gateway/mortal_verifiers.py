@@ -120,7 +120,7 @@ class Site:
         return asyncio.create_task(self.http.post("/v1/completions", json=wanted))
 
     async def begin(self, count: int, **body: Any) -> asyncio.Task[httpx.Response]:
-        """Send a request, and wait for `count` tokens from `first`, which then stops."""
+        """Send a request, and wait for `count` tokens from `first`, which then sends no more."""
         self.writes(self.first, count)
         asked = self.ask(**body)
         await self.sent(self.first, count)

@@ -52,7 +52,7 @@ class Script:
     message_count: int = 0
     """The number of messages from gateways; each message has one or more requests."""
     versions: Versions | None = SPOKEN
-    """The versions of outrider.internal.v1; None if the verifier lacks AgreeVersion."""
+    """The versions of outrider.internal.v1 that it speaks; None if it lacks AgreeVersion."""
     asked_versions: list[Versions] = field(default_factory=list)
     used_versions: list[int] = field(default_factory=list)
     """The version in each message of the gateways' streams."""

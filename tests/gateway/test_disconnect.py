@@ -59,7 +59,7 @@ async def long_answers_in_one_place(rig: Rig) -> None:
 
 
 async def asks_and_reads_nothing(rig: Rig) -> socket.socket:
-    """Return a connection that has requested a very long answer and does not read it."""
+    """Ask for a very long answer; return the connection, from which nothing has been read."""
     await long_answers_in_one_place(rig)
     where = urlsplit(rig.gateway.http_url)
     connection = socket.create_connection((where.hostname, where.port))

@@ -23,7 +23,7 @@ ENDPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 BODIES = {path: body for path, (_, body) in ENDPOINTS.items()}
 BODIES["/v1/messages"] = {"messages": CHAT, "max_tokens": 5}
-# Maps a parameter to other parameters without which it is refused.
+# Maps a parameter to other parameters, without which some of its documented values are refused.
 BESIDE: dict[str, dict[str, Any]] = {
     "top_logprobs": {"logprobs": True},
     "max_tokens": {"prompt_logprobs": 0},

@@ -187,7 +187,7 @@ async def test_a_file_that_could_not_be_read_is_tried_again(
         patched.setattr(keys, "read_keys", Mock(side_effect=refused))
         write_keys(path, [])
         await until(lambda: "the old keys stay in force" in caplog.text)
-    # The file need not change again: perhaps only its folder's mode was wrong.
+    # The gateway reads the file again though it has not changed: perhaps only a mode was wrong.
     await until(lambda: ring.find(ALICE) is None)
     following.cancel()
     assert caplog.text.count("the old keys stay in force") == 1

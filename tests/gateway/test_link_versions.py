@@ -30,7 +30,7 @@ async def site(prompts: Prompts) -> AsyncIterator[Site]:
 
 
 async def restart(site: Site, verifier: Verifier, versions: Versions | None) -> None:
-    """Restart a verifier with these versions, and wait until the gateway has asked for them."""
+    """Restart a verifier with these versions; wait until the gateway has asked it for a version."""
     replica = site.gateway.router.replicas[[site.first, site.second].index(verifier)]
     await verifier.kill()
     await until(lambda: "does not answer" in str(replica.problem))

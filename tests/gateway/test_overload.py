@@ -151,7 +151,7 @@ async def test_a_queue_at_one_verifier_leaves_the_places_of_another() -> None:
 
 @contextlib.asynccontextmanager
 async def crowded(rig: Rig, count: int, **load: Any) -> AsyncIterator[list[asyncio.Task[Any]]]:
-    """Send `count` requests to a verifier with room for two: one runs, and one is in the queue."""
+    """Send `count` requests to a verifier with room for one that runs and one in the queue."""
     reported = Load(0, 0, 1, 1, **load)
     rig.script.info = replace(rig.script.info, load=reported)
     await until(lambda: rig.gateway.router.replicas[0].info == rig.script.info)
@@ -183,7 +183,10 @@ def sum_of(counts: dict[str, Counter[str]]) -> int:
 
 
 async def test_a_burst_that_would_be_late_is_refused_unread_beside_another_tenant(rig: Rig) -> None:
-    """Two requests start at once, then one every 2 s: 17 in 30 s, half of a caller's minute."""
+    """Two requests start at once, then one every 2 s: 17 in 30 s.
+
+    30 s are half of the minute that a caller has.
+    """
     host, _, port = rig.gateway.http_url.removeprefix("http://").partition(":")
 
     async def begin(number: int) -> asyncio.StreamReader:

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def site(prompts: Prompts) -> AsyncIterator[Site]:
-    """Yield a gateway that does not poll its verifiers, so that it must learn from requests."""
+    """Yield a gateway that does not poll its verifiers: it must learn of changes from requests."""
     async with running_site(prompts, poll_s=60.0) as made:
         for verifier in (made.first, made.second):
             verifier.script.answer = echo

@@ -171,7 +171,7 @@ def test_wherever_a_text_is_cut_its_parts_join_to_the_text(
     table = kind_table(kind)
     ids = ([1] if bos else []) + tokenizer(kind).encode(text).ids
     whole = tokenizer(kind).decode(ids)
-    # An echo shows this part of the prompt.
+    # `echo` is the part of the prompt that an echo shows.
     prompt, answer = ids[:cut], ids[cut:]
     shown = [token for token in prompt if token != 1]
     echo = table.decode(shown[: table.whole_characters(shown)])

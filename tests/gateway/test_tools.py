@@ -413,7 +413,7 @@ async def test_a_schema_that_json_cannot_hold_is_refused(
 async def test_forced_arguments_are_an_object_whatever_their_schema(
     rig: Rig, schema: dict[str, Any], held: dict[str, Any]
 ) -> None:
-    """If a value is no object, the reader would take the text that follows for a part of it."""
+    """If a value were no object, the reader would take the text that follows for a part of it."""
     rig.says(CALL)
     tool = {"type": "function", "function": {"name": "weather", "parameters": schema}}
     await answer_of(rig, tools=[tool], tool_choice="required")

@@ -1,7 +1,8 @@
-"""Writes a tokenizer with 128 thousand tokens, as large models have. A seed decides the tokens.
+"""Writes a tokenizer with 128 thousand tokens, as many as large models have.
 
-Byte-level BPE: all bytes, numbers, white space, punctuation, words of syllables with and without a
-space in front, and characters of two and three bytes. The other tokens are random merges.
+The tokenizer is byte-level BPE. Its tokens are all bytes, numbers, white space, punctuation, words
+of syllables with and without a space in front, and characters of two and three bytes. The other
+tokens are random merges. A seed decides the tokens.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""With a vocabulary as large as Llama 3's, everyday schemas are admitted and masked in time.
+"""With a vocabulary as large as Llama 3's, everyday schemas compile, and get masks, in time.
 
 `python -m tests.grammar.test_large_vocabulary FIGURES.csv` measures masks with a made-up vocabulary
 (see `large_vocabulary`), or with a tokenizer's vocabulary: `… FIGURES.csv FOLDER`. All times are

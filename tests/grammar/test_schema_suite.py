@@ -28,7 +28,7 @@ from tests.grammar.everyday import EVERYDAY, grammar_for
 ROOT = Path(__file__).parents[2]
 SUITE = ROOT / "build/json-schema-suite"
 TARGET = str(ROOT / "models/target")
-# The vocabulary is wider than the tokenizer's, as models' logits often are.
+# Masks cover more ids than the tokenizer has, as models' logits often do.
 VOCAB = 4100
 ENDS = (0, 3)
 # The number of random texts of each schema: in the tests, and in the whole table.
@@ -47,7 +47,7 @@ DRAFTS = {
 
 
 def suite() -> list[tuple[str, Any]]:
-    """Return each schema of the suite with its name, under the version of its folder."""
+    """Return each named schema of the suite; an object without `$schema` gets its folder's."""
     return [
         (f"{path.relative_to(SUITE / 'tests')}: {group['description']}", value)
         for draft, version in DRAFTS.items()

@@ -1,4 +1,4 @@
-"""A matcher tells which bytes must follow a text, and walks copies of its state by bytes."""
+"""A matcher tells which bytes must follow a text. A copy of it reads further bytes by itself."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def compiler() -> GrammarCompiler:
 
 @pytest.fixture
 def matcher(compiler: GrammarCompiler) -> Begin:
-    """Return a function that makes a matcher of the schema after a text."""
+    """Return a function that makes a matcher of the schema, which has read the given text."""
 
     def begin(text: str = "") -> TextMatcher:
         found = compiler.compile(grammar_for(SCHEMA)).matcher()
@@ -73,7 +73,7 @@ def test_a_copy_goes_its_own_way(matcher: Begin) -> None:
 def test_within_a_character_the_rest_of_it_may_follow(matcher: Begin) -> None:
     found = matcher('{"ok": true, "städte": "K')
     assert found.accept_bytes("ö".encode()[:1])
-    # Within a character, a library may know less than all bytes that must follow.
+    # Within a character, a library may know only some of the bytes that must follow.
     assert 'öln"'.encode()[1:].startswith(found.jump_forward())
     assert found.accept_bytes('öln"'.encode()[1:])
 

@@ -14,7 +14,7 @@ from tests.heads.head_files import CONTEXT, LAYERS, TARGET_HIDDEN, VOCAB
 
 ALLOWED = 5
 BANNED = tuple(range(ALLOWED, VOCAB))
-"""Allows only the first tokens, so random heads are often right and texts can be enumerated."""
+"""All tokens but the first few, so random heads are often right and texts can be enumerated."""
 
 
 @cache

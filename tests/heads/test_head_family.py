@@ -313,8 +313,8 @@ async def test_a_failed_read_of_one_text_costs_no_text_in_the_same_draft(
     verdicts = [verdict(1, 14, broken[13:14]), verdict(2, 14, text[13:14])]
     eagle.session.apply(StepBatch(features=news, verdicts=verdicts))
     await proposed(eagle.session)
-    # The head may have lost the states of text 2 so far, as after a gap. It reads the states of the
-    # later tokens.
+    # The head may have lost the states of text 2 that it got so far, as after a gap. It reads the
+    # states of the later tokens.
     later = [eagle.features(2, text, 13, 16)]
     eagle.session.apply(StepBatch(features=later, verdicts=[verdict(2, 17, text[14:17])]))
     assert (await proposed(eagle.session))[2] in (

@@ -138,7 +138,7 @@ class Site(Observer):
         self._policy = policy
         self.thread = EngineThread(self._build)
         self.proposals: dict[int, list[tuple[int, float]]] = {}
-        """Maps a base length to the first draft's tokens with their confidences."""
+        """Maps a base length to the tokens of the first draft after it, with their confidences."""
         self.kinds: set[type] = set()
         """The types of the features that the head got."""
 

@@ -1,7 +1,7 @@
 """Guesses depend only on text and features, not on batch, pages, chunks, rewinds or prefix hits.
 
-The reference is a single sequence, read at once, in one page; `test_golden` compares it with
-independent code.
+The reference is a single sequence, read at once, in one page. `test_golden` compares such a
+sequence's guesses with those of independent code.
 """
 
 from __future__ import annotations

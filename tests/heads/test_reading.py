@@ -26,7 +26,7 @@ SEVERAL = [(kind, dialect) for kind, dialects in DIALECTS.items() for dialect in
 
 
 def same(one: Head, other: Head) -> bool:
-    """Return whether two heads compute the same if their files have their first interpretation."""
+    """Return whether two heads compute the same, each by the first interpretation of its file."""
     specs = [replace(head.spec, other_aux_layers=()) for head in (one, other)]
     if specs[0] != specs[1] or one.tensors.keys() != other.tensors.keys():
         return False
@@ -649,7 +649,7 @@ def spoiled(config: Any) -> Any:
 @pytest.mark.parametrize("part", range(2))
 @pytest.mark.parametrize("kind", DIALECTS)
 def test_any_value_of_a_key_is_read_or_refused(kind: str, part: int, tmp_path: Path) -> None:
-    """No value raises another type of error, neither in reading the head nor in loading it."""
+    """Reading a head raises only OutriderError, and a head that was read loads without an error."""
     config, tensors = list(DIALECTS[kind].values())[-part]()
     folder = write(tmp_path, (config, tensors))
     weights = TargetWeights(torch.zeros(VOCAB, 16), torch.zeros(VOCAB, 16))

@@ -65,7 +65,7 @@ def test_rounds_by_graphs_guess_what_forwards_guess(
     capture: Capture,  # noqa: F811
     tmp_path: Path,
 ) -> None:
-    """The rounds have batches of several sizes, cross page borders, follow rewinds, reuse pages."""
+    """Rounds have batches of several sizes, cross page borders, follow rewinds and reuse pages."""
     rig = Rig(kind, tmp_path)
     model, plain = captured(rig), rig.model(pages=60)
     texts = [rig.text(length) for length in (3, 9, 17)]

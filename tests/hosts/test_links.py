@@ -84,7 +84,7 @@ async def link() -> AsyncIterator[Rig]:
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def rig(link: Rig) -> Rig:
-    """Return the link of all tests, which adds nothing until a test shapes it."""
+    """Return the link of all tests, which delays and drops nothing until a test shapes it."""
     await link.shape()
     return link
 

@@ -182,7 +182,7 @@ class Memory:
         return place
 
     def put(self, data: bytes, part: str = "read") -> Place:
-        """Send bytes, at a multiple of 64 bytes as torch allocates memory."""
+        """Send bytes, at an address that is a multiple of 64, as torch allocates memory."""
         where = self.written if part == "written" else self.read
         place = Place(part, len(where))
         where += data + bytes(-len(data) % 64)

@@ -56,7 +56,7 @@ def write_gguf(
 ) -> None:
     """Write the model, without the tensor `left_out`; in shards if `shard_tensors` is not 0.
 
-    Matrices have the type `kind`, and vectors have float32. A shard has `shard_tensors` tensors.
+    Matrices have the type `kind`, and vectors are float32. A shard has `shard_tensors` tensors.
     """
     config = model.config
     writer = GGUFWriter(file, architecture, split_max_tensors=shard_tensors)

@@ -83,7 +83,7 @@ class Capture:
 
         def replay() -> None:
             self.replays += 1
-            # A counter of operators counts a replay as one launch.
+            # On a GPU a replay is one launch, so counters of operators do not see its operators.
             with _disable_current_modes():
                 recording.replay()
 

@@ -1,4 +1,4 @@
-"""Plain versions of `outrider.lm.gpu.layer_kernels`, as `transformers` computes."""
+"""Plain versions of `outrider.lm.gpu.layer_kernels`, which compute as `transformers` does."""
 
 from __future__ import annotations
 

@@ -133,7 +133,7 @@ def layers(dtype: torch.dtype, rows: int) -> list[tuple[torch.nn.Linear, torch.T
 
 
 def test_a_product_is_as_exact_as_its_sums(name: str, dtype: torch.dtype) -> None:
-    """Each step of a sum rounds to odd at worst, by less than one unit in the last place."""
+    """At worst, a step of a sum rounds to odd: it is off by less than a unit in the last place."""
     for layer, x in layers(dtype, 33):
         tiled = TiledLinear(layer.weight, layer.bias)
         exact = layer.double()(x.double())

@@ -1,6 +1,6 @@
 """A model with fused layers gives the logits of the plain model with fewer launches.
 
-With the fixture `kernels` the kernels of a layer are the real ones, on a GPU or by Triton's
+With the fixture `kernels`, a layer's kernels are the real ones, which run on a GPU, or by Triton's
 interpreter on a CPU. Without the fixture, they are plain versions.
 """
 
@@ -199,7 +199,7 @@ def test_a_fused_layer_launches_four_products_attention_and_four_small_kernels(
 
 
 def messages_of(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
-    """Return all log records except the warning that a model's rows may differ."""
+    """Return all log records but the warning that a text may differ when it is asked for again."""
     return [record for record in caplog.records if "may answer otherwise" not in record.message]
 
 
@@ -238,12 +238,12 @@ def negated(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 def no_kernel(gate_up: torch.Tensor) -> torch.Tensor:
-    """Fail as a kernel does that cannot be compiled."""
+    """Fail like a kernel that cannot be compiled."""
     raise RuntimeError("no such instruction")
 
 
 def inexact(gate_up: torch.Tensor) -> torch.Tensor:
-    """Err more than the type rounds, but less than `_compare` notices: `_compare_rounding` does."""
+    """Err by more than rounding, but by so little that only `_compare_rounding` notices."""
     out = reference_layers.silu_product(gate_up)
     return out + out * 0.02 * torch.randn_like(out)
 

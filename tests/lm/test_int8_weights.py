@@ -35,7 +35,7 @@ SIZES: dict[str, Any] = {
 }
 PLACE = PlacementPlan("cpu", (), None, 1)
 GROUP = 32
-"""Elements of a row that share a scale."""
+"""The number of elements of a row that share a scale."""
 
 
 @pytest.fixture(params=BUILDS, autouse=True)

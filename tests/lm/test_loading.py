@@ -1,4 +1,4 @@
-"""The runner loads real models unchanged, and refuses others with the reason."""
+"""The runner loads real models unchanged, and refuses all other models with the reason."""
 
 import json
 import shutil
@@ -68,7 +68,7 @@ def test_greedy_decoding_of_bundled_models_equals_generate(name: str, prompt: st
 def test_on_a_gpu_without_the_kernel_the_cache_leaves_a_part_of_the_free_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """tests/lm/test_gpu_memory.py tests the cache where the largest step is measured."""
+    """tests/lm/test_gpu_memory.py tests the cache's size if the largest step is measured."""
     runner = ModelRunner(build(CONFIGS["llama"]), page_count=1)
     runner.device = torch.device("cuda")
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (4 * 2**20, 2**30))
@@ -154,7 +154,7 @@ def packed(out: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_mxfp4_weights_are_dequantised(tmp_path: Path, dtype: str) -> None:
-    """A byte holds two numbers, and every 32 numbers of a row share a power of two."""
+    """A byte holds two numbers, and every 32 numbers of a row share a scale, a power of two."""
     config = GptOssConfig(**_SMALL, **_HEADS, **_EXPERTS)
     config.intermediate_size = 32
     reference = build(config)

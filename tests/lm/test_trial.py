@@ -77,7 +77,7 @@ def llama(kind: type[LlamaForCausalLM] = LlamaForCausalLM) -> Any:
 
 
 class Recurrent(LlamaForCausalLM):
-    """Adds half of the previous token's embedding, which is not in a row that was cut or packed."""
+    """Adds half of the previous token's embedding, which a row that was cut or packed lacks."""
 
     def forward(self, input_ids: Any = None, logits_to_keep: Any = 0, **more: Any) -> Any:
         embedded = self.model.embed_tokens(input_ids)

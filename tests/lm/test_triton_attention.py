@@ -154,7 +154,7 @@ def test_trees_cross_borders_of_pages(page_size: int) -> None:
     ids=str,
 )
 def test_long_sequences_are_split_into_parts(page_size: int, how: dict[str, Any]) -> None:
-    """Some tokens see one key of a part, others all keys of a part and no key of the next."""
+    """Some tokens see only one key of a part, others all keys of a part and no key of the next."""
     lengths = [(1, before, CHAIN) for before in (511, 512, 5)]
     lengths += [(3, 1023, CHAIN), (2, 1700, CHAIN)]
     where = {"page_size": page_size, "pages": 1024}

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Makes build/lm-eval, an environment with lm-evaluation-harness, which tests/lmeval runs. The
-# environment takes 800 MB. If it already has this list's packages, nothing is done.
+# environment takes 800 MB. If it already has the packages of requirements.txt, nothing is done.
 set -euo pipefail
 cd "$(dirname "$(realpath "$0")")/../.."
 into=build/lm-eval

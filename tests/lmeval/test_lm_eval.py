@@ -29,7 +29,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def gateway() -> Iterator[GatewayProcess]:
-    """Yield SmolLM2 in float32 with an n-gram drafter and a draft model of another vocabulary."""
+    """Yield a gateway to SmolLM2 in float32, with n-grams and a model of another vocabulary."""
     file = smollm2()
     stack = Stack("--max-sequences", "8", target=file)
     stack.add_drafter("ngram", "ngram")
@@ -45,7 +45,7 @@ def gateway() -> Iterator[GatewayProcess]:
 
 
 def write_tasks(folder: Path) -> list[str]:
-    """Write the tasks: a scored choice, and a text for each decoding mode; return the names."""
+    """Write a task of scored choices, and a task of texts for each decoding mode; return names."""
     shared: dict[str, Any] = {
         "dataset_path": "json",
         "dataset_kwargs": {"data_files": {"test": str(QUESTIONS)}},

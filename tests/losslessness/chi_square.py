@@ -1,4 +1,4 @@
-"""Compares counts with exact enumeration by chi-square; says how small a bias the test sees."""
+"""Compares counts with exact enumeration in a chi-square test; says how small a bias it sees."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ class Comparison:
     visible: float
     """The least total variation distance that the test sees, over the merged cells.
 
-    Any distribution at this distance gives a p-value below `LEAST_P` with probability `POWER`.
+    Any distribution at this distance gives a p-value below `LEAST_P` with a probability of at least
+    `POWER`.
     """
 
     def must_agree(self, sees: float) -> None:

@@ -180,7 +180,7 @@ def _draft(number: int, trial: Trial) -> Draft:
 
 
 def find_thresholds(trials: Sequence[Trial], patch: pytest.MonkeyPatch) -> None:
-    """Find each coin's threshold in sampled drafts: coins below it accept, and others reject."""
+    """Find each coin's threshold in sampled drafts: a coin below its threshold accepts."""
     pairs = [
         (trial, i)
         for trial in trials
@@ -256,7 +256,7 @@ def set_coupled_counts(trials: Sequence[Trial], count: int) -> None:
 def find_steps(
     pairs: Sequence[tuple[Trial, int]], count: int, vocab: int, patch: pytest.MonkeyPatch
 ) -> None:
-    """Find the largest random number with which a trial draws a token after `count` tokens."""
+    """Find the largest random number with which each trial draws its token after `count` tokens."""
     batch = Batch([trial for trial, _ in pairs], patch)
     coins = batch.coins(0.5)
     for n, (trial, _) in enumerate(pairs):
@@ -281,7 +281,7 @@ def find_steps(
 def joint_probs(trials: Sequence[Trial], target: NextProbs, vocab: int, length: int) -> Probs:
     """Return the joint distribution of `length` tokens, [V] * length.
 
-    The first tokens come from the step, and the target draws the rest.
+    The first tokens come from the step, and the target draws the tokens after them.
     """
     committed: dict[Text, float] = defaultdict(float)
     for trial in trials:

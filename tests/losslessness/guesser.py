@@ -32,7 +32,7 @@ from verifier_svc.engine.loop import Engine
 
 
 class Guesser:
-    """A drafter that runs ahead by a random number of tokens, drawn as the verifier asked.
+    """A drafter that runs ahead by a random number of tokens. It draws them as the verifier asked.
 
     Messages from the drafter and to it arrive up to `late` ticks later, in order. In a share
     `silent` of the ticks it drafts nothing. `stops` tells from a token and its probability whether

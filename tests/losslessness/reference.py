@@ -191,8 +191,8 @@ def tree(
     `own(row, depth)` is the target's own token after a row: its likeliest token (GREEDY), or its
     draw with the coupled noise of place `depth` (COUPLED). The next row is the child with this
     token. `likes(row, token)` tells whether a lossy rule accepts a token after a row. `likes` is
-    asked only about the first child, which comes before the others: if `likes` could choose among
-    several children, the output would follow the drafter even more.
+    asked only about a row's first child, before the other children are looked at: if `likes` could
+    choose among several children, the output would follow the drafter even more.
     """
     rows: list[int] = []
     row = 0

@@ -37,7 +37,8 @@ def target(vocab: int, seed: int, *, zeros: int = 0, peak: float = 0.8) -> NextP
 def drafter(to: NextProbs, vocab: int, seed: int, kind: str) -> NextProbs:
     """Return distributions to draft from: unlike the target's, near them, or equal.
 
-    `sparse` distributions have one entry more at each position; after `vocab` entries comes 1.
+    A `sparse` distribution has one entry more than that of the position before, or a single entry
+    if that one has all `vocab` entries.
     """
     other = target(vocab, 1000 + seed)
 

@@ -306,7 +306,7 @@ def test_a_killed_hung_or_late_head_changes_no_text(
 
 
 def test_drafting_after_a_prefix_hit_equals_drafting_without_one(site: Site) -> None:
-    """The target computes no states of cached tokens, so the second request's draft gets none."""
+    """The target computes no states of cached tokens, so the second request's draft lacks these."""
     prompt = (*range(9, 30), 3, 1)
     traffic = site.traffic(
         prompts=(prompt,), sampling=SETTINGS["greedy"], concurrent=1, trees=False

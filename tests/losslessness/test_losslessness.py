@@ -1,8 +1,8 @@
 """The engine's output follows the target's distribution under each exact rule, in every setting.
 
-The engine generates three tokens many times, with 0 to 5 draft tokens a step. The tests compare the
-counts of these texts with exact enumeration by chi-square. Seeds are fixed: a failure is a bias,
-not chance. `sees` is the smallest bias that a test sees, as a total variation distance.
+The engine generates three tokens many times, with 0 to 5 draft tokens a step. By chi-square, the
+tests compare the counts of these texts with exact enumeration. Seeds are fixed: a failure is a
+bias, not chance. `sees` is the smallest bias that a test sees, as a total variation distance.
 """
 
 from __future__ import annotations
@@ -79,10 +79,10 @@ def test_late_sampled_branches_leave_no_trace(way: str) -> None:
     comparison.must_agree(sees=0.065)
 
 
-# Each rule for sampled drafts with every setting, and with every drafter. Not all triples: for a
-# rule, drafters differ only in their claims, and test_exact_step.py has all claims. With drafts
-# that are not sampled, each request gets the very tokens of plain decoding, as a test below shows
-# for all settings.
+# These cases have each rule for sampled drafts with every setting, and with every drafter. They do
+# not have all triples: for a rule, drafters differ only in their claims, and test_exact_step.py has
+# all claims. With drafts that are not sampled, each request gets the very tokens of plain decoding,
+# as a test below shows for all settings.
 PAIRS = [
     pytest.param(
         way,
@@ -121,7 +121,7 @@ def reused_uniform(
 
 
 def unnormalised(weights_RV: torch.Tensor, uniform_R: torch.Tensor) -> torch.Tensor:
-    """Draw as `inverse_cdf` does, without scaling to the sum of the weights."""
+    """Draw as `inverse_cdf` does, but without scaling to the sum of the weights."""
     points = uniform_R.double().unsqueeze(-1)
     found = torch.searchsorted(weights_RV.cumsum(-1, dtype=torch.float64), points)
     return found.squeeze(-1).clamp(max=VOCAB - 1)

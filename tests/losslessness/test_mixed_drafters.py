@@ -1,9 +1,10 @@
 """A sampling drafter beside another drafter leaves no trace in the output.
 
-A drafter that knows a sequence's noise can make anything depend on it: the length of its runs, or
-whether it drafts at all. If the verifier chose between this drafter's path and a sampled path, the
-noise would decide which rule draws the next token. A sampling drafter may end a chain after a token
-that it drew. If the length of the chain decided whether it is verified, that token would decide.
+A drafter that knows a sequence's noise can make anything depend on the noise: the length of its
+runs, or whether it drafts at all. If the verifier chose between this drafter's path and a sampled
+path, the noise would decide which rule draws the next token. A sampling drafter may end a chain
+because of the token that it just drew. If the length of a chain decided whether the chain is
+verified, that token would decide.
 """
 
 from __future__ import annotations

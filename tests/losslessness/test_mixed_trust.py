@@ -1,4 +1,4 @@
-"""Untrusted drafters leave no trace in the output beside a trusted drafter that samples.
+"""Beside a trusted drafter that samples, untrusted drafters leave no trace in the output.
 
 The untrusted drafter can draw with the verifier's noise. It drafts honestly until the verifier has
 measured a high acceptance. From then on it drafts only where its first guess is one chosen token.
@@ -57,7 +57,7 @@ class Speaking(Guesser):
 
 
 def drafters(spoken: int) -> tuple[Guesser, Speaking]:
-    """Return a trusted drafter that samples, and an untrusted one that later serves `spoken`."""
+    """Return a trusted drafter that samples, and an untrusted `Speaking` drafter."""
     sampling = Guesser(
         "sampling", near(target_probs), {ONE_HOT, SPARSE}, silent=0.3, shortest=1, longest=LONGEST
     )
@@ -111,7 +111,7 @@ def test_a_full_cache_does_not_choose_sampled_tokens_by_what_follows_them() -> N
 def test_an_untrusted_drafter_never_learns_the_noise_of_a_request_open_to_samples(
     order: tuple[str, str], late: bool
 ) -> None:
-    """If `late`, the second drafter joins in the middle of texts, and later the first is away."""
+    """If `late`, the second drafter joins in mid-text, and later the first leaves for a while."""
     sampling, speaking = drafters(2)
     first, second = sorted((sampling, speaking), key=lambda drafter: order.index(drafter.name))
     load = traffic(AcceptanceRule.BLOCK)

@@ -1,4 +1,4 @@
-"""The real draft model, which samples from its few likeliest tokens, does not bias the output."""
+"""The real draft model, which samples from a few of its likeliest tokens, does not bias texts."""
 
 from __future__ import annotations
 

@@ -267,7 +267,7 @@ def test_a_chat_has_the_same_text_in_every_way(
 
 
 def compared(runner: ModelRunner, chats: Texts) -> Iterator[tuple[str, int]]:
-    """Yield each `Way`'s name, and how many chats get another text with it than one by one."""
+    """Yield each `Way`'s name, and how many chats get another text than if answered one by one."""
     fresh = Way(runner)
     expected = fresh.texts(chats)
     whole = [prompt + text for prompt, text in zip(chats, expected, strict=True)]

@@ -149,7 +149,7 @@ def test_texts_follow_the_target_in_difficult_traffic() -> None:
 
 # Block and token-wise verification differ only in a step's acceptance, which does not depend on
 # traffic; test_exact_step.py enumerates it. So the cases alternate between the two rules. With
-# coupled draws, a request always has one text, as the test below shows.
+# coupled draws, a request always has the same text, as the test below shows.
 MANY = [(name, ("block", "token-wise")[i % 2]) for i, name in enumerate(CASES)]
 
 

@@ -1,4 +1,4 @@
-"""Requests through an engine with the small target, whose texts the tests compare."""
+"""Requests through an engine with the small target. The tests compare the requests' texts."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class Traffic:
     always: bool = True
     trees: bool = False
     in_waves: bool = False
-    """True if new requests wait until all are done, so that all progress equally."""
+    """True if new requests wait until all earlier ones are done, so that a wave stays in step."""
     events: Callable[[int], object] = lambda tick: None
     """Called at each tick."""
     clock: Clock = monotonic
@@ -203,5 +203,5 @@ class Traffic:
 
 
 def seed_of(number: int) -> int:
-    """Return a request's seed. Seeds of neighbours differ in many of their 64 bits."""
+    """Return the seed of request `number`. Neighbours' seeds differ in many of their 64 bits."""
     return (number + 1) * 0x9E3779B97F4A7C15 % 2**64

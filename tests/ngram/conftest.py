@@ -48,6 +48,9 @@ def _deployment(
 
 @pytest.fixture
 def deployment(_deployment: Deployment) -> Deployment:
-    """Return an empty server, and an empty cluster with TLS. Tests share them: keep them up."""
+    """Return an empty server or, in slow tests, an empty cluster with TLS.
+
+    Tests share it, so no test may stop it.
+    """
     _deployment.each("FLUSHALL")
     return _deployment

@@ -79,7 +79,7 @@ async def test_an_oversized_or_garbled_reply_is_a_failed_lookup(
         assert await found(made, [[1]]) == [[]]
         assert made.counters.failed == 1
         assert made.counters.late == 0
-        # The pool does not read the rest, and does not send another command at once.
+        # The pool does not read the rest of the reply, and does not send another command at once.
         await asyncio.wait_for(liar.hung_up.wait(), 30)
         assert liar.sent_bytes < 4 * redis_replies._MAX_REPLY_BYTES
         assert await found(made, [[1]]) == [[]]

@@ -17,7 +17,7 @@ def pool_of(text: list[int], **options: Any) -> MemoryPool:
 
 
 def newest_by_search(text: list[int], size: int, length: int) -> list[int]:
-    """Return the tokens after the longest known suffix, at its newest place that enough follow."""
+    """Return what follows the longest known suffix: of its longest continuations the newest."""
     for n in range(min(size, len(text)), 0, -1):
         places = [end for end in range(n, len(text)) if text[end - n : end] == text[-n:]][-16:]
         if places:
@@ -67,7 +67,7 @@ def test_shares_are_a_distribution_over_different_first_tokens(
 
 def test_shares_count_the_longest_suffix_first() -> None:
     pool = pool_of([3, 1, 2, 9, 1, 2, 9, 8, 2, 7, 1, 2])
-    # 9 followed 1 2 both times. 7 followed a 2 without a 1 before it once.
+    # 9 followed 1 2 both times. Once, 7 followed a 2 that had no 1 before it.
     share, [other] = pool.shares([1, 2], 2, 9)
     assert share == 2 / 3
     assert (other.tokens, other.confidences) == ([7, 1], [1 / 3 / 2, 1 / 2])

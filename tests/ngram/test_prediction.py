@@ -1,4 +1,4 @@
-"""Predicted outputs: followed token by token, found again after an edit, and never shared."""
+"""Predicted outputs are followed token by token, found again after an edit, and never shared."""
 
 from drafter_svc.families.ngram import NgramFamily
 from drafter_svc.pools.memory import MemoryPool, NgramOptions

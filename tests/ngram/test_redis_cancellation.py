@@ -70,7 +70,7 @@ async def disturb(lookup: Lookup, goes_on: Callable[[], bool], tally: Tally) -> 
 
 
 def through_pool(made: RedisPool) -> Lookup:
-    """Return a function that looks up in a pool where an n-gram's continuation names the n-gram."""
+    """Return a function that looks up n-grams in a pool where a continuation names its n-gram."""
     tenant = made.tenant(TENANT)
 
     async def lookup(wanted: int) -> int | None:

@@ -1,4 +1,4 @@
-"""The pool in a cluster: while slots move, and while a node is lost."""
+"""The pool works in a cluster while slots move, and while a node is lost."""
 
 import pytest
 from redis.crc import key_slot

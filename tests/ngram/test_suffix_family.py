@@ -1,4 +1,4 @@
-"""The suffix family: proposes likely continuations from earlier texts of the same tenant."""
+"""The suffix family proposes likely continuations from earlier texts of the same tenant."""
 
 from typing import Any
 

@@ -34,7 +34,7 @@ PROMPTS = ("x = [1, 2, 3]\n" * 4, "def read(path):\n    ", "import os\nimport sy
 
 @contextmanager
 def observed_stack(directory: Path) -> Iterator[tuple[str, dict[str, list[int]]]]:
-    """Run verifier, two drafters, a Redis and a gateway.
+    """Run a verifier, two drafters, a Redis and a gateway.
 
     Yields the gateway's URL, and the metrics ports, keyed by job.
     """

@@ -1,4 +1,4 @@
-"""A request is found by its id in the access log, and from there in its trace.
+"""A request is found by its id in the access log, and the log line leads to the request's trace.
 
 The trace is connected through gateway, verifier and drafters.
 """
@@ -118,7 +118,7 @@ def check_trace(collector: Collector, line: dict[str, Any], usage: dict[str, Any
 
 @contextmanager
 def running() -> Iterator[tuple[Stack, GatewayProcess]]:
-    """Yield a stack with its gateway, which log JSON."""
+    """Yield a stack and its gateway. The verifier and the gateway log JSON."""
     stack = Stack("--always-draft", "--log-format", "json")
     stack.add_drafter("ngram-traced", "ngram")
     stack.add_drafter("model-traced", "model")

@@ -123,7 +123,7 @@ def test_figures_of_a_cell_are_joined_and_a_newer_one_counts(tmp_path: Path) -> 
 
 LACKING = {"connectrpc", "cryptography", "fastapi", "google.protobuf", "grpc", "httptools"}
 LACKING |= {"jsonschema", "llguidance", "opentelemetry", "pydantic", "redis", "uvicorn"}
-"""Modules that the GPU's machine lacks, or has in versions that the project does not take."""
+"""Modules that the GPU's machine lacks, or has in versions that the project does not accept."""
 
 
 @pytest.mark.slow

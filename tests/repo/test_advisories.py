@@ -1,4 +1,4 @@
-"""SECURITY.md: the tests that it names exist, so that no claim outlives its test."""
+"""The tests that SECURITY.md names exist, so that no claim outlives its test."""
 
 import ast
 import re

@@ -1,4 +1,4 @@
-"""docs/architecture.md names functions that exist, and few words of our own."""
+"""The functions, methods and files that docs/architecture.md names exist."""
 
 import ast
 import re

@@ -1,4 +1,4 @@
-"""Commands, flags, targets and files that the documentation names exist."""
+"""The documentation names only commands, flags, targets and files that exist."""
 
 import json
 import re
@@ -135,7 +135,7 @@ HEAVY = (
     "fastapi grpc httpx jinja2 matplotlib numpy opentelemetry prometheus_client redis rich"
     " tokenizers torch transformers uvicorn"
 )
-"""Libraries that take longer to load than help may take to answer: half a second."""
+"""Libraries that take longer to load than the half second in which help must answer."""
 
 
 def lab_modules() -> list[str]:

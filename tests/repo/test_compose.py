@@ -31,7 +31,10 @@ MORE: dict[str, dict[str, Any]] = {
     **yaml.safe_load((COMPOSE / "two-verifiers.yaml").read_text())["services"],
     "gateway": SERVICES["gateway"],
 }
-"""The services of both files. In two-verifiers.yaml, only the gateway's environment differs."""
+"""The services of compose.yaml and two-verifiers.yaml.
+
+The gateway is compose.yaml's: two-verifiers.yaml states only the gateway's environment.
+"""
 SETTINGS: dict[str, list[type[Settings]]] = {
     "VERIFIER": [VerifierWithDraftersSettings],
     "DRAFTER": [settings_schema(family) for family in known_families()],

@@ -221,7 +221,7 @@ def test_values_are_accepted_exactly_within_the_documented_limits(limit: Limit) 
 
 
 def whole(read: Callable[[Any], object], limit: Limit) -> bool:
-    """True if the field takes only whole numbers: protobuf raises TypeError for others."""
+    """True if the field takes only whole numbers: protobuf raises TypeError for other numbers."""
     try:
         read(limit.high - 0.5)
     except TypeError:

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def found(file: str, pattern: str) -> set[str]:
-    """Return what a pattern's group finds in a file, at least once."""
+    """Return what a pattern's group finds in a file; the pattern must match at least once."""
     versions = set(re.findall(pattern, (ROOT / file).read_text(), re.MULTILINE))
     assert versions
     return versions

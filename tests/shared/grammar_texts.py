@@ -19,7 +19,7 @@ from outrider.grammar.worker import checker
 from outrider.tokenizer import load_tokenizer
 
 TARGET = str(Path(__file__).parents[2] / "models/target")
-# The vocabulary is wider than the tokenizer's, as models' logits often are.
+# Masks cover more ids than the tokenizer has, as models' logits often do.
 VOCAB = 4100
 ENDS = (0, 3)
 TOKENIZER = load_tokenizer(TARGET)
@@ -32,7 +32,7 @@ class _Here:
         self._check = checker(TARGET, VOCAB, list(ENDS))
 
     def call(self, request: bytes, seconds: float) -> bytes:
-        """Answer as `Worker.call` does, without the time limit."""
+        """Answer as `Worker.call` does, but without the time limit."""
         return self._check(request)
 
 
@@ -40,7 +40,7 @@ class _Here:
 def compiler() -> GrammarCompiler:
     """Return a compiler that all tests share.
 
-    Each worker process would load torch for seconds. test_grammar_compiler.py and the longest
+    Each worker process would take seconds to load torch. test_grammar_compiler.py and the longest
     grammars of test_grammar_limits.py have real workers.
     """
     made = GrammarCompiler(TARGET, VOCAB, ENDS, trusted=True)
@@ -89,7 +89,7 @@ def in_tag(grammar: Grammar) -> Grammar:
     if grammar.kind is GrammarKind.EBNF:
         return grammar
     if grammar.kind is GrammarKind.JSON_SCHEMA:
-        # The text may be no JSON.
+        # The grammar's text is not always JSON.
         part = f'{{"type":"json_schema","json_schema":{grammar.text}}}'
     else:
         part = json.dumps(_part(grammar))

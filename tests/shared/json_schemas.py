@@ -1,4 +1,4 @@
-"""Random JSON schemas of the keywords that the backends support, shaped as in JSON Schema's tests.
+"""Random JSON schemas, made of the keywords that the backends support, as in JSON Schema's tests.
 
 Every schema allows only texts of bounded length, so answers end whatever the model writes.
 """
@@ -96,7 +96,7 @@ def _union(rng: random.Random, depth: int) -> Schema:
 
 
 def _recursive(rng: random.Random, depth: int) -> Schema:
-    """Return a linked list of at most 4 nodes; the model chooses where it ends."""
+    """Return the schema of a linked list of at most 4 nodes; the model chooses where it ends."""
     value = _leaf(rng, 0)
     node = {
         "type": "object",

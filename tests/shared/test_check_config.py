@@ -159,7 +159,7 @@ def test_no_part_of_a_url_that_may_be_a_secret_is_shown(url: Any, shown: Any) ->
 
 
 def flags(tls: Tls) -> list[str]:
-    """Return the settings of a process with these files."""
+    """Return the flags that give a process these files."""
     return [f"--tls-cert={tls.cert}", f"--tls-key={tls.key}", f"--tls-ca={tls.ca}"]
 
 

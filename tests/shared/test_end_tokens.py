@@ -12,7 +12,7 @@ from outrider.tokenizer import end_token_ids
 
 
 def ids_of(folder: Path, **files: object) -> tuple[int, ...]:
-    """Return the ids for a folder with these files, named without their .json."""
+    """Return the ids for a folder with these files, whose names are given without `.json`."""
     for name, content in files.items():
         (folder / f"{name}.json").write_text(json.dumps(content))
     return end_token_ids(str(folder), 100)

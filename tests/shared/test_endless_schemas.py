@@ -75,7 +75,7 @@ def test_recursion_that_may_end_is_taken(value: Any) -> None:
 
 
 def test_a_long_chain_is_judged_in_the_time_of_a_compile() -> None:
-    """References to later schemas are settled in one pass, and a chain of others in many passes."""
+    """This chain refers to earlier schemas, which takes many passes. Later schemas take one."""
     parts = {str(i): an_object(a=to(str(i - 1))) for i in range(1, 700)}
     with pytest.raises(OutriderError, match="no text that ends"):
         compiler().compile(schema(with_parts(to("699"), **parts, **{"0": to("699")})))

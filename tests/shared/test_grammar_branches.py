@@ -1,4 +1,4 @@
-"""Alternatives of a schema: each allows no more than all parts of the schema allow together."""
+"""Each alternative of a schema allows only what every part of the schema allows."""
 
 from __future__ import annotations
 

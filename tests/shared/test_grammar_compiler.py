@@ -95,7 +95,7 @@ def asked(held: Held, tenant: str, *texts: str) -> list[asyncio.Task[Compiled]]:
 
 
 def wait_for_beginnings(held: Held, count: int) -> None:
-    """Wait until the workers have started this many grammars."""
+    """Wait until the workers have started `count` grammars."""
     deadline = time.monotonic() + 60
     while len(held.begun) < count and time.monotonic() < deadline:
         time.sleep(0.001)

@@ -149,7 +149,7 @@ def aliases(links: int) -> Grammar:
 
 def test_the_longest_chain_of_rules_does_not_end_the_process() -> None:
     """Only compiling needs the large stack; masks are computed on an ordinary thread."""
-    # A loaded machine would reach the usual limit.
+    # A loaded machine would reach the usual time limit.
     own = GrammarCompiler(TARGET, VOCAB, ENDS, compile_seconds=60.0)
     for grammar in (references(1200), in_tag(references(1200)), aliases(4700)):
         assert 0.95 * MAX_GRAMMAR_CHARACTERS < len(grammar.text) <= MAX_GRAMMAR_CHARACTERS

@@ -1,4 +1,7 @@
-"""Schemas and regexes mean what JSON Schema, ECMAScript and Python say, or are refused by name."""
+"""Schemas and regexes mean what JSON Schema, ECMAScript and Python say.
+
+What we cannot enforce is refused by an error that names it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`outrider keys`: adds, lists and revokes keys; only the printed key is secret."""
+"""`outrider keys` adds, lists and revokes keys; only the printed key is secret."""
 
 from __future__ import annotations
 

@@ -128,7 +128,7 @@ def test_a_silent_collector_delays_the_end_by_seconds_at_most(
             started = time.monotonic()
         metrics_ended = time.monotonic()
         telemetry.shutdown()
-    # Each shutdown takes 3 s, and does not wait for its queue.
+    # Each shutdown takes 3 s, and does not wait until its whole queue is sent.
     assert metrics_ended - started < 12
     assert time.monotonic() - metrics_ended < 12
 
@@ -139,8 +139,8 @@ def test_metrics_are_served_and_the_error_names_a_port_in_use(
     port = free_port("127.0.0.1")
     serve_metrics(registry, ScrapedSettings(metrics_port=0))
     serve_metrics(registry, ScrapedSettings(metrics_port=port))
-    # Prometheus sends this header since 2.5. The header prefers OpenMetrics, whose names allow no
-    # colon.
+    # Prometheus has sent this header since 2.5. The header prefers OpenMetrics, whose names allow
+    # no colon.
     accept = {"accept": "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5"}
     scraped = httpx.get(f"http://127.0.0.1:{port}/metrics", headers=accept).text
     assert 'outrider:tokens_total{drafter="ngram-1"} 3.0' in scraped

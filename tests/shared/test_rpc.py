@@ -134,7 +134,7 @@ def test_unreadable_error_details_leave_the_status(status: bytes) -> None:
 
 
 def test_a_peers_error_is_cut_so_that_it_can_travel_on() -> None:
-    """A call's metadata has 8 KiB, and a Duration at most 10,000 years."""
+    """A call's metadata can have at most 8 KiB, and a Duration at most 10,000 years."""
     told = OutriderError(Reason.OVERLOADED, "\N{SNOWMAN}" * 9000, "f" * 9000, 60.0)
     status = rpc_errors.status_of(told)
     for detail in status.details:
@@ -181,7 +181,7 @@ def test_both_ends_drop_a_silent_peer_within_15_s() -> None:
 async def test_both_ends_notice_a_peer_that_vanishes(
     monkeypatch: pytest.MonkeyPatch, busy: bool
 ) -> None:
-    """All times are divided by ten. Without a timeout for every ping, this took a minute."""
+    """All times are divided by ten. Without a timeout for every ping, noticing took a minute."""
     monkeypatch.setattr(rpc, "CHANNEL_OPTIONS", hastened(rpc.CHANNEL_OPTIONS))
     monkeypatch.setattr(rpc, "SERVER_OPTIONS", hastened(rpc.SERVER_OPTIONS))
     servicer = Failing()

@@ -94,7 +94,7 @@ def test_work_that_nobody_waits_for_does_not_begin(threads: TenantThreads) -> No
 
 
 def settle(threads: TenantThreads, *tenants: str) -> None:
-    """Wait until each tenant's last work is counted; each tenant has one thread."""
+    """Wait until each tenant's last work is counted; a tenant's work runs one piece at a time."""
     for tenant in tenants:
         threads.submit(tenant, lambda: None).result(60)
 

@@ -1,4 +1,4 @@
-"""Unknown enum values are interpreted as the protos say, or refused by field."""
+"""Unknown enum values are interpreted as the protos say, or refused with the field's name."""
 
 from __future__ import annotations
 

@@ -20,11 +20,12 @@ from outrider_bench.simulator.simulation import Outcome, simulate
 
 TRAFFIC = Path(__file__).parents[2] / "bench/traffic"
 OUTPUT = 160
-# The number of texts for each batch size. At each new size the engine first measures plain steps,
-# so a batch that only drains says more about those steps than about drafters.
+# The number of texts for each batch size. At each new size of the batch the engine first measures
+# plain steps. With eight texts, a batch of eight would only shrink, and so tell more about plain
+# steps than about drafters.
 TEXTS = {1: 8, 8: 24}
-# The quick drafters answer in 0.6 ms. The model's draft takes 2 ms and the head's 3 ms, in steps of
-# 10 ms. The model runs ahead. The head does not run ahead, so its round trip is longer.
+# The quick drafters answer in 0.6 ms. The model's draft takes 2 ms and the head's 3 ms, while a
+# step takes 10 ms. The model runs ahead. The head does not run ahead, so its round trip is longer.
 DRAFTERS = {
     "ngram": DrafterSpec(name="ngram", cost="ngram"),
     "short": DrafterSpec(name="short", cost="ngram"),

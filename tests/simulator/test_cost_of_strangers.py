@@ -64,5 +64,5 @@ def test_strangers_leave_the_gain_of_a_good_drafter(
 @pytest.mark.parametrize("kind", KINDS)
 def test_strangers_alone_cost_next_to_nothing(kind: str, batch: int) -> None:
     found, schedule = strangers(kind, 60)
-    # Most of the loss is the strangers' first chances: 8 to 11 steps for 60 strangers in 6 s.
+    # Most of the loss is the strangers' first chances: 8 to 11 steps for each of the 60, in 6 s.
     assert speed(found, batch, SECONDS, schedule) >= 0.88

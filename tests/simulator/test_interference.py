@@ -1,7 +1,7 @@
 """Drafters that slow down the target: speculation is no loss, even where drafts would not pay.
 
 Texts differ in length. With equal lengths, plain decoding keeps all sequences in step and their
-prompts share forwards; any disturbance would lose that advantage for good.
+prompts share forwards; any disturbance would end that advantage for good.
 """
 
 from typing import Any
@@ -44,7 +44,7 @@ ON_TARGET_CORES = [
 def test_a_slow_drafter_on_the_targets_cores_is_no_loss(
     noise: float, acceptance: float, batch: int
 ) -> None:
-    """Drafts take 6 ms a token. Without a budget the speed is 0.69 to 0.97 of plain decoding."""
+    """Drafts take 6 ms a token. Without a budget the speed is 0.69 to 0.97 of plain decoding's."""
     drafter = {"acceptance": acceptance, "slowness": 4.0, "on_target_device": True}
     assert speed_on_gpu(drafter, batch, noise=noise) >= FLOOR
 

@@ -93,7 +93,7 @@ def test_goodput_at_threefold_load_is_near_its_peak(acceptance: float) -> None:
 def test_a_verifier_that_slows_down_loses_its_speed_and_no_more(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Other processes slow the verifier down; answers after a wait must still not be late."""
+    """Other processes slow the verifier down, but answers to requests that waited come in time."""
     slow_from, slower = 25.0, 1.5
     scenario = Scenario.model_validate({**COMMON, "arrivals": "poisson", "rate": 60.0})
     simulation = Simulation(scenario, 1, drafting=False)

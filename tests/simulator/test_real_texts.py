@@ -2,7 +2,8 @@
 
 `bench/traffic/smollm2-texts.jsonl` has 27 greedy answers of SmolLM2-135M-Instruct, and
 `smollm2-table-texts.jsonl` nine for each kind of `table-prompts.jsonl`. The production n-gram
-family looks up their tokens. For "grammar" the first file tells where a grammar forces the text.
+family looks up their tokens. For the drafter "grammar", the first file tells where a grammar forces
+the text.
 """
 
 from collections import defaultdict
@@ -23,7 +24,7 @@ TEXTS = list(read_recording(ROOT / "bench/traffic/smollm2-texts.jsonl"))
 TABLE_TEXTS = list(read_recording(ROOT / "bench/traffic/smollm2-table-texts.jsonl"))
 NGRAM = {"name": "ngram", "drafts_by": "lookup", "cost": "ngram", "round_trip_ms": 1.2}
 GRAMMAR = {"name": "grammar", "cost": "grammar", "round_trip_ms": 1.2, "requires_grammar": True}
-# The seconds of a forward of one row, and the factor for more rows.
+# For each place: the seconds of a forward of one row, and the factor for each number of rows.
 ROWS = {
     "avx2": (0.011, {1: 1.0, 2: 1.06, 3: 1.23, 4: 1.57, 5: 2.08, 6: 2.22, 8: 2.61, 9: 3.3}),
     "avx512": (0.011, {1: 1.0, 2: 1.03, 3: 1.08, 5: 1.25, 9: 1.5}),
@@ -102,7 +103,7 @@ def test_the_planners_choice_is_as_good_as_the_better_of_always_and_never(
 
 
 def test_a_drafter_of_grammars_costs_texts_without_a_grammar_nothing() -> None:
-    # On the target's cores, each message to the drafter would take time.
+    # The drafter is on the target's cores, where each message to it would take time.
     free = [text for text in TEXTS if not text.grammar]
     alone = seconds_of(free, "avx512", NGRAM)
     assert seconds_of(free, "avx512", NGRAM, GRAMMAR) == pytest.approx(alone, rel=1e-9)

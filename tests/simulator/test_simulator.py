@@ -96,7 +96,7 @@ def test_a_chain_is_accepted_as_often_as_the_scenario_says() -> None:
 
 
 def test_all_requests_of_two_waves_are_answered_in_full() -> None:
-    """The simulation itself raises at its end if a page or a sequence is lost."""
+    """At its end, the simulation itself raises an error if a page or a sequence is lost."""
     outcome = simulate(scenario(seconds=60.0, waves=2), 4)
     assert (outcome.request_count, outcome.sample.tokens, outcome.errors) == (8, 8 * 128, [])
 

@@ -14,6 +14,6 @@ FINGERPRINT = "f"
 
 @asynccontextmanager
 async def verifier(tls: Tls | None) -> AsyncIterator[tuple[str, Engine]]:
-    """Yield a verifier's address and its engine, which has a table for a model."""
+    """Yield a verifier's address and its engine, whose model is a table."""
     async with served_engine.verifier(tls) as served:
         yield served.address, served.engine

@@ -38,7 +38,7 @@ async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Serve
         yield made
 
 
-# Each port's answer to a caller with these files: "" if it serves the call, else the reason.
+# Calls a port with the given files. Returns "" if the port serves the call, else the reason.
 Ask = Callable[[Served, int, Tls | None], Awaitable[str]]
 # grpc.aio's words in place of the status if a call is refused while it sends its request.
 HIDDEN = "Internal error from Core"

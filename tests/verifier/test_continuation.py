@@ -1,4 +1,4 @@
-"""A request that another verifier started continues with the tokens that would have come."""
+"""A request that moves to another verifier goes on with the tokens that it would have got."""
 
 from __future__ import annotations
 

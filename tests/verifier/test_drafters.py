@@ -144,7 +144,7 @@ def test_the_metrics_of_lost_drafters_are_bounded() -> None:
 
 
 def test_a_drafter_has_the_metrics_of_one_family_and_place() -> None:
-    """A drafter that names another family or place on every stream adds no series each time."""
+    """If a drafter names another family or place on each stream, only the latest has series."""
     engine, _ = make_engine(eos_bias=-99)
     sequence = engine.submit(request([1, 2], 40), Client())
     for i in range(5):

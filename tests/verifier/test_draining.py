@@ -1,4 +1,4 @@
-"""A verifier that leaves first sends the tokens that it has gathered."""
+"""Before a verifier leaves, it sends the tokens that it has gathered."""
 
 from __future__ import annotations
 

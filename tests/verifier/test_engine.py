@@ -122,7 +122,7 @@ def guess_randomly(
     if assignment is None or assignment.trie.node_count or noise.random() < 0.3:
         return
     if drafter.length[sequence_id] != len(engine.sequences[sequence_id].tokens):
-        return  # it is paused: the drafter does not know the last tokens
+        return  # the drafter is paused, so it does not know the last tokens
     right = noise.randint(0, len(truth))
     wrong = [noise.randrange(VOCAB) for _ in range(3)]
     tokens = [*truth[:right], *wrong][: assignment.trie.window.depth]

@@ -1,4 +1,4 @@
-"""A grammar changes the target's distribution, never how its drafts are verified."""
+"""A grammar changes the target's distribution, but never how drafts are verified."""
 
 import numpy as np
 import pytest

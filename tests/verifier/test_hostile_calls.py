@@ -150,7 +150,8 @@ def aimed(data: bytes, opened: drafts_pb2.Opened) -> bytes:
     """Return a drafter's message whose small numbers are changed to fit an open sequence.
 
     Small sequence ids and token ids become valid, and small base lengths at most two too large.
-    Otherwise hardly any message would be about a sequence. Bytes that cannot be parsed stay.
+    Without these changes, hardly any message would be about a sequence. Bytes that cannot be parsed
+    stay as they are.
     """
     try:
         request = verifier_pb2.StreamDraftsRequest.FromString(data)

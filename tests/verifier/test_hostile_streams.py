@@ -110,7 +110,7 @@ async def test_get_models_answer_fits_a_message_with_any_number_of_drafters() ->
 
 
 def naming(family: str) -> verifier_pb2.GenerateTokensRequest:
-    """Return a request for a single token that names a family of drafters."""
+    """Return a request that names a family of drafters, and asks for a single token."""
     options = common_pb2.SpeculationOptions(drafter_family=family)
     return verifier_pb2.GenerateTokensRequest(
         prompt_token_ids=[1, 2], max_tokens=1, speculation=options

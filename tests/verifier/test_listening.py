@@ -129,7 +129,7 @@ def test_a_draft_that_nobody_waits_for_must_gain_clearly_more_than_its_rows_cost
 
 
 def plan_of(engine: Engine, step: int) -> Plan:
-    """Return the plan of a step of this number."""
+    """Return the plan of the step with this number."""
     running = engine.scheduler.running.values()
     return engine.planner.plan(running, engine.drafting.plan, step, engine.clock())
 

@@ -199,7 +199,7 @@ def mixed(good: int, poor: int) -> tuple[Engine, ScriptedDrafter]:
     """Return an engine with `good` and `poor` sequences, and a drafter on the target's cores.
 
     Each draft for a good sequence has 5 accepted tokens; every tenth draft for a poor sequence has
-    one. A forward takes 50 ms, and a draft of 8 tokens 60 ms of the target's cores.
+    one. A forward takes 50 ms, and a draft of 8 tokens takes the target's cores for 60 ms.
     """
     engine, _ = make_engine(eos_bias=-99, page_count=256, config=EngineConfig(DraftTokensPolicy()))
     drafter = ScriptedDrafter(engine)

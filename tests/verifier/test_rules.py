@@ -268,7 +268,7 @@ def test_synthetic_drafts_are_accepted_up_to_each_position_at_its_rate(
     parents: Sequence[int],
     expected: tuple[float, ...],
 ) -> None:
-    """The target never agrees."""
+    """The target itself never agrees with a draft."""
     count = 4000
     drafts = [
         Draft(

@@ -127,7 +127,7 @@ def test_a_drafter_that_falls_silent_is_replaced_until_it_answers_again() -> Non
 
 
 def test_a_drafter_on_trial_neither_displaces_a_proven_drafter_nor_is_waited_for() -> None:
-    """The drafter on trial promises more, is quicker, and never answers again."""
+    """The drafter on trial promises more than the proven one, is quicker, and answers only once."""
     clock = VirtualClock()
     engine = make(clock)
     good = ScriptedDrafter(engine, "good", "good")

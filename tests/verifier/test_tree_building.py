@@ -190,8 +190,8 @@ def test_sequences_compete_for_the_cheap_places_of_a_forward() -> None:
         [len(tree.token_ids) for tree in rig.grow(costs=[(count, 0.01), (1000, 2.0)])]
         for count in (2, 4, 5, 8)
     ]
-    # The first sequence has 0.9 and 0.81; the second 0.4, 0.3 and 0.16; then come 0.12, 0.05 and
-    # 0.045.
+    # The tokens' cumulative acceptance is 0.9, 0.81, 0.05 and 0.045 for the first sequence, and
+    # 0.4, 0.3, 0.16 and 0.12 for the second.
     assert sizes == [[2, 0], [2, 2], [2, 3], [4, 4]]
 
 

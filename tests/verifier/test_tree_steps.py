@@ -112,7 +112,7 @@ SETTINGS = {
 
 @pytest.mark.parametrize("trees", [False, True])
 def test_no_forward_computes_a_position_behind_prompt_and_answer(trees: bool) -> None:
-    """A context that has room for prompt and answer has room for their drafts."""
+    """A context that has room for prompt and answer has room for the drafts too."""
     config = EngineConfig(DraftTokensPolicy("fixed", 6), draft_trees=trees)
     engine, model = make_engine(config=config, always_draft=True, eos_bias=-9.0)
     drafter = ScriptedDrafter(engine)

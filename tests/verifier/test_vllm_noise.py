@@ -61,7 +61,7 @@ class Row:
             stats=SpeculationStats(),
         )
         self.parameters: Any = vllm_parameters(sequence)
-        # A message to a worker process would change it like this.
+        # A message to a worker process would change the arguments in the same way.
         self.parameters.extra_args = json.loads(json.dumps(self.parameters.extra_args))
         self.is_drawn = drawing_of(self.parameters) is not None
         drafts = [max(token, 0) for token in drafted]

@@ -73,7 +73,10 @@ def test_beside_a_drafter_of_ours_the_better_draft_is_taken(
 
 
 def test_guesses_that_nobody_asked_for_are_dropped(hub: TestHub) -> None:
-    """Nobody asks for guesses behind a part of a prompt, for an unknown request, or once more."""
+    """Nobody asks for guesses behind a part of a prompt, or for an unknown request.
+
+    Nor does anybody ask for the same guesses a second time.
+    """
     scheduler = scheduler_of(hub, method="eagle3")
     request = asked("a")
     scheduler.add_request(request)

@@ -28,7 +28,7 @@ def counts(engine: Engine) -> dict[str, tuple[float, float]]:
 
 
 def drafted(engine: Engine, version: str, verified: int = 0, accepted: int = 0) -> ScriptedDrafter:
-    """Let a drafter with these weights and counts join; its metrics count 4 of 10 as accepted."""
+    """Let a drafter with these weights and counts join; its metrics count 10 tokens, 4 accepted."""
     drafter = ScriptedDrafter(engine, weights_version=version)
     drafter.handle.verified_count, drafter.handle.accepted_count = verified, accepted
     engine._metrics.verified(drafter.handle, 10, 4, 5)
@@ -91,7 +91,7 @@ def test_weights_that_drafted_little_are_not_compared_with() -> None:
 
 
 def test_the_same_weights_on_a_new_stream_are_compared_as_before() -> None:
-    """A lost connection must neither end an alarm nor make bad weights the measure."""
+    """A lost connection must neither end an alarm nor make bad weights the basis of comparison."""
     engine, _ = make_engine()
     first = drafted(engine, "same", 10_000, 6_000).handle
     first.acceptance_watch.first_rate, first.acceptance_watch.fell = 0.9, True

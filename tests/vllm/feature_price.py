@@ -64,7 +64,7 @@ def _smollm2() -> tuple[str, str]:
 def _measure(target: str, head: str | None) -> None:
     """Print the medians of each way and batch, in milliseconds, as JSON."""
     choose_runner(v2=False)
-    # vLLM and its libraries print.
+    # What vLLM and its libraries print goes to standard error.
     with os.fdopen(os.dup(1), "w") as answer:
         os.dup2(2, 1)
         from tests.vllm.take_features import make_engine
@@ -88,7 +88,7 @@ def _measure(target: str, head: str | None) -> None:
 
 
 def _reader(engine: VllmEngine) -> ScriptedDrafter:
-    """Return a drafter in the process that reads projected states, and never drafts."""
+    """Return a drafter in vLLM's process, which reads projected states and never drafts."""
     from types import SimpleNamespace
 
     from outrider.protocol.draft_messages import FeatureDtype, FeatureRequest
@@ -106,7 +106,7 @@ def _reader(engine: VllmEngine) -> ScriptedDrafter:
 
 
 def _step_s(engine: VllmEngine, batch: int, reader: ScriptedDrafter | None) -> float:
-    """Return the median seconds of the steps in which all of a batch decodes."""
+    """Return the median seconds of the steps in which all sequences of a batch decode."""
     from outrider.protocol.messages import SamplingParams, TokenRequest
 
     greedy = SamplingParams(temperature=0.0)

@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# Makes build/vllm, an environment with vLLM's build for CPUs, since the native engine's requirements
-# clash with vLLM's. Outrider itself comes from the sources, as `make` has installed them. An
-# environment that was made from the same list of requirements is left alone. With a version, the
-# environment has this version of vLLM and the torch that it requires, and is build/vllm-VERSION.
+# Makes build/vllm, an environment with vLLM's build for CPUs, since the native engine's
+# requirements clash with vLLM's. Outrider itself is read from this checkout, as `make` has built
+# it. An environment that was made from the same list of requirements is left alone. If a version is
+# given as the argument, the environment is build/vllm-VERSION, and has this version of vLLM and the
+# torch that it requires.
 set -euo pipefail
 cd "$(dirname "$(realpath "$0")")/../.."
 version=${1:-}

@@ -50,7 +50,7 @@ def main() -> None:
     v2 = sys.argv[1] == "v2"
     choose_runner(v2=v2)
     asked = json.load(sys.stdin)
-    # vLLM and its libraries print.
+    # What vLLM and its libraries print goes to standard error.
     with os.fdopen(os.dup(1), "w") as answer:
         os.dup2(2, 1)
         json.dump(_take(asked, v2), answer)
@@ -136,7 +136,7 @@ def _deliver(deliveries: list[Any]) -> None:
 
 
 def _drafters(engine: VllmEngine) -> tuple[ScriptedDrafter, ScriptedDrafter]:
-    """Return a drafter that guesses, and one in the process that reads projected states."""
+    """Return a drafter that guesses, and one in vLLM's process that reads projected states."""
     from types import SimpleNamespace
 
     from outrider.protocol.draft_messages import FeatureDtype, FeatureRequest

@@ -17,7 +17,7 @@ from verifier_svc.vllm.engine import VllmEngine
 from verifier_svc.vllm.hub import DraftHub
 from verifier_svc.vllm.loader import VllmLoader
 
-# vLLM warns about parts that it does not get.
+# vLLM warns about things that it is not given, so warnings are no errors here.
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
 TOKENS = 40
 

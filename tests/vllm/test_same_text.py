@@ -71,7 +71,7 @@ def cases() -> list[Case]:
     # Ends early, but not before 9 tokens.
     ended = {"temperature": 0.6, "min_tokens": 9}
     found.append(Case(prompts[11], ended, stop_token_ids=sorted(set(ids[:400]))[:60]))
-    # Tokens committed before count as output.
+    # Tokens that were committed earlier count as output.
     continued = {**adjusted, "min_tokens": 12}
     committed = ids[900:907]
     stops = sorted(set(likely).difference(committed))

@@ -46,7 +46,7 @@ ENGINES = {"native": ("--max-sequences", "8"), "vllm": FLAGS}
 async def test_both_engines_accept_the_drafts_of_the_trained_head_that_vllm_accepts(
     engine: str,
 ) -> None:
-    """The head's rounding may differ, so a few drafts may differ. The texts may not."""
+    """The head's rounding may differ, so a few drafts may differ. The texts must be equal."""
     reference = Reference(smollm2())
     prompts = [prompt for index, prompt in enumerate(reference.prompts) if is_chat(index)]
     options = SpeculationOptions(always_draft=True, draft_tokens=DRAFTS)
@@ -54,7 +54,8 @@ async def test_both_engines_accept_the_drafts_of_the_trained_head_that_vllm_acce
         TokenRequest(prompt, TOKENS, SamplingParams(temperature=0.0), speculation=options)
         for prompt in prompts
     ]
-    # The head is in the verifier's process, so few drafts are late on a busy machine.
+    # The head is in the verifier's process, so on a busy machine its drafts are late less often
+    # than those of a head behind gRPC.
     flags = (*ENGINES[engine], "--in-process", f"head={HEAD}")
     with running(Stack(*flags, target=reference.file, module=MODULE), START_S) as stack:
         async with Client(stack.address) as client:
@@ -70,8 +71,8 @@ async def test_both_engines_accept_the_drafts_of_the_trained_head_that_vllm_acce
     print(f"tokens for each of vLLM's {rounds} drafts: {theirs:.3f}")
     print(f"tokens for each of our {drafts} drafts on {engine}: {ours:.3f}")
     assert theirs > 1.3
-    # On a busy machine more than half of our drafts are late, and fewer drafts say less. The number
-    # of accepted tokens of a draft has a standard deviation of 0.8; an untrained head's number
-    # would be 0.
+    # On a busy machine more than half of our drafts are late, and a mean over fewer drafts is less
+    # exact. The number of accepted tokens of a draft has a standard deviation of 0.8; an untrained
+    # head's number would be 0.
     assert abs(ours - theirs) <= 4 * 0.8 / math.sqrt(drafts)
     assert ours > 1.2

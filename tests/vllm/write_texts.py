@@ -17,7 +17,7 @@ def main() -> None:
     v2 = sys.argv[1] == "v2"
     choose_runner(v2=v2)
     asked = json.load(sys.stdin)
-    # vLLM and its libraries print.
+    # What vLLM and its libraries print goes to standard error.
     with os.fdopen(os.dup(1), "w") as answer:
         os.dup2(2, 1)
         json.dump(_texts(asked, v2), answer)

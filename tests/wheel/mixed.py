@@ -69,7 +69,7 @@ class Version:
 
 @dataclass
 class Reply:
-    """A client's answer to a request, and how often a gateway turned the request away."""
+    """What a client got for a request, and how often a gateway turned the request away."""
 
     number: int
     answer: Answer = field(default_factory=Answer)
@@ -102,7 +102,7 @@ class Reply:
 
 
 async def ask(urls: Sequence[str], number: int, speculation: Mapping[str, Any]) -> Reply:
-    """Send a request of the campaigns of faults to a gateway; return its reply.
+    """Send a gateway a request of the fault campaigns; return the reply.
 
     Like a load balancer, the function tries the next gateway if a gateway takes no connection, or
     refuses the request because it leaves. A request that a gateway has begun to answer is never

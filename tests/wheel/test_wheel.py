@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-# The tests that run with compiled modules: they run most of the compiled lines, with wrong types
-# too.
+# The tests that run with compiled modules: they run most of the compiled lines, also with values
+# of wrong types.
 TESTS = [
     *("verifier/test_engine.py", "verifier/test_trie.py", "verifier/test_tree_steps.py"),
     *("verifier/test_hostile_drafts.py", "verifier/test_known_attacks.py"),
@@ -47,7 +47,7 @@ def install(tree: Path, folder: Path, **environment: str) -> Path:
 
 def run(command: list[str], installed: Path) -> str:
     """Run a command on the installed files, and return its output."""
-    # Not in the tree: Python would import the tree's packages instead.
+    # The command must not run in the tree, where Python would import the tree's packages instead.
     environment = os.environ | {"PYTHONPATH": str(installed)}
     done = subprocess.run(
         command, cwd=installed, env=environment, capture_output=True, text=True, check=False

@@ -28,14 +28,14 @@ class DraftMessage:
     sequences: dict[int, Sequence]
     """The engine's sequences, keyed by id."""
     draft_latencies_s: list[float] = field(default_factory=list)
-    """For each draft that answers a verdict, the seconds since the drafter was asked."""
+    """For each draft that answers a timed verdict, the seconds since the drafter was asked."""
     skip_latencies_s: list[float] = field(default_factory=list)
-    """For each skip that answers a verdict, the seconds since the drafter was asked."""
+    """For each skip that answers a timed verdict, the seconds since the drafter was asked."""
     draft_s: float = 0.0
-    """The longest drafting time that a proposal of the message states (seconds). A drafter mostly
-    drafts a message's proposals together."""
+    """The longest drafting time that a proposal of the message states (seconds). The times are not
+    added up, because a drafter mostly drafts a message's proposals together."""
     draft_length: int = 0
-    """Tokens of the longest new draft, which determines the drafting time."""
+    """The number of tokens of the longest new draft, which determines the drafting time."""
     token_count: int = 0
     stale_count: int = 0
     cut_count: int = 0
@@ -101,9 +101,9 @@ class DraftMessage:
     def _find(self, sequence_id: int) -> tuple[Sequence, Assignment] | None:
         """Return the sequence and its assignment to this drafter.
 
-        Return None if the sequence is over or has other drafters by now: the message may just be
+        Return None if the sequence is over or is not open at this drafter: the message may just be
         late.
-        Raises OutriderError(PROTOCOL_VIOLATION) for an id that was never announced to the drafter.
+        Raises OutriderError(PROTOCOL_VIOLATION) for an id above all ids announced to the drafter.
         """
         last = self.drafter.last_sequence_id
         if sequence_id > last:
@@ -119,7 +119,7 @@ class DraftMessage:
 
 
 def _new_depth(parents: list[int], merged: int) -> int:
-    """Return the depth in tokens of a tree's new part, below the main path that the tree repeats.
+    """Return how many tokens deep a tree's new part is, below the main path that the tree repeats.
 
     The depth stands for the drafting time, because branches are drafted side by side. `merged`
     tokens of the tree belong to an earlier draft.
@@ -166,7 +166,7 @@ class JudgedDraft:
     drafted: int
     """The number of tokens of the assignment's own main path."""
     accepted: int
-    """The number of tokens that were right at the start of that path."""
+    """How many tokens at the start of that path were accepted."""
     run: int
     """`Assignment.run` before the draft."""
     drafters: dict[str, Drafter]
@@ -234,17 +234,16 @@ def main_path_outcome(draft: DraftTree, drafter_id: str, rows: SequenceOf[int]) 
 
 
 def main_path_count(rows: SequenceOf[int]) -> int:
-    """Return how many of the accepted rows are on the main path, which has a draft's first rows."""
+    """Return how many accepted rows are on the main path: a draft's first rows."""
     return sum([row == place for place, row in enumerate(rows, 1)])
 
 
 def outcomes_by_drafter(
     draft: DraftTree, drafter_id: str, rows: SequenceOf[int]
 ) -> dict[str, tuple[int, list[int]]]:
-    """Return each drafter's token count in a tree, and the places of its tokens that were accepted.
+    """Return each drafter's token count in a tree, and the places of its accepted tokens.
 
     A place is a token's index in the accepted path.
-
     If the tree names no drafters, all its tokens are `drafter_id`'s. `rows` are the accepted rows.
     """
     found: dict[str, tuple[int, list[int]]] = {}

@@ -210,7 +210,7 @@ class DraftExchange:
         self._metrics.ignored(drafter)
 
     def note_pauses(self, sequences: Iterable[Sequence]) -> None:
-        """Count a step that verified no draft of these sequences, with each sequence's reason.
+        """For each of these sequences, count a step that verified no draft of it, by reason.
 
         A sequence that could not have a draft in this step is not counted.
         Call it before the step's tokens are committed and its verdicts are sent.
@@ -236,7 +236,7 @@ class DraftExchange:
         The plan says which drafters get a verdict.
 
         `verified` is the assignment whose draft the step verified; `span` is the step's span.
-        `record_walks` later counts which of these tokens the tries had.
+        `record_walks` later counts how many of `new_token_ids` the tries had.
         """
         lookups: list[str] = []
         planned = self.plan.draft_tokens.get(sequence.id, 0)
@@ -367,7 +367,7 @@ class DraftExchange:
         assignment.drafter.outbox.verdicts.append(verdict)
         if assignment.held_features:
             send_held_features(assignment)
-        # A drafter that was not asked for a while must first compute the tokens committed
+        # A drafter that has not been asked for some time must first compute the tokens committed
         # meanwhile, so the time of its answer says little about its speed. The answer to a probe is
         # timed nevertheless, because the purpose of a probe is to measure.
         must_draft = assignment.answered_length > 0 and assignment.trie.node_count == 0
@@ -421,7 +421,10 @@ def _tokens_to_ask(plan: Plan, sequence: Sequence, assignment: Assignment) -> in
 def _observe_siblings(
     sequence: Sequence, verified: Assignment, new_token_ids: list[int], threshold: float
 ) -> None:
-    """Measure how often a sibling of a wrong main guess was right. Call this before roots move."""
+    """Measure how often a sibling of a wrong main guess was right.
+
+    Call this before the tries' roots move.
+    """
     if is_sampled(sequence):
         return  # the sequence's drafts stay chains
     if is_branched(sequence):

@@ -20,11 +20,11 @@ from verifier_svc.state.sequence import Assignment
 from verifier_svc.state.sequence import Sequence as TokenSequence
 from verifier_svc.verification.batch import Verified
 
-# The maximum size of one entry's features. A message with one entry then has room for the rest of
-# its step.
+# The maximum size of one entry's features (bytes). A message with one entry then has room for the
+# other messages of the step.
 _MAX_ENTRY_BYTES = 2**20
 # If features of more than this many tokens wait for a drafter that is not asked, they are dropped
-# when further features come. Two probes are often further apart than this.
+# when further features come. More tokens than this often lie between two probes.
 _MAX_HELD_TOKENS = 64
 
 
@@ -86,8 +86,8 @@ class _Part:
     rows: Sequence[int]
     first_position: int
     waits: bool
-    """True if the features wait for the verdict of their tokens. Features of a prompt do not wait,
-    because the drafter knows the prompt's tokens already."""
+    """True if the features wait for the verdict of the step. A step that draws no token has no
+    verdict. Its features do not wait, because the drafter knows the prompt's tokens already."""
 
 
 class FeatureSender:
@@ -165,7 +165,7 @@ class FeatureSender:
     def _take(
         self, request: FeatureRequest, parts: list[_Part], *, projects: bool, is_local: bool
     ) -> None:
-        """Fetch the features for equal requests, for all sequences at once.
+        """Fetch the features that equal requests want, of all sequences at once.
 
         Features for a drafter in this process stay on the device. For other drafters they are
         copied.
@@ -191,7 +191,7 @@ def send_held_features(assignment: Assignment) -> None:
 
 
 def copy_held_features(assignment: Assignment) -> None:
-    """Copy into memory of their own the features that have to wait beyond their step.
+    """Copy the features that have to wait beyond their step into memory of their own.
 
     The features of a drafter in the verifier's process are parts of a whole step's tensor, and
     would keep all of its memory. Other clients' prompts may have many rows in this tensor.
@@ -207,7 +207,10 @@ def copy_held_features(assignment: Assignment) -> None:
 def _computed(
     batch: Sequence[ScheduledSequence], found: Sequence[Verified | OutriderError | None]
 ) -> Iterator[ComputedTokens]:
-    """Yield the tokens of a step that will be committed, in the order of the forward's rows."""
+    """Yield each sequence's committed tokens and accepted guesses in a step, in the batch's order.
+
+    The last token of a repeated part is left out, and so are all tokens of a failed sequence.
+    """
     first_row = 0
     for scheduled, result in zip(batch, found, strict=True):
         count = len(scheduled.token_ids)
@@ -226,7 +229,7 @@ def _computed(
 
 
 def _part(tokens: ComputedTokens, assignment: Assignment, request: FeatureRequest) -> _Part:
-    """Return the tokens for which the drafter wants features and has none yet."""
+    """Return the tokens whose features the drafter wants and does not have yet."""
     first = assignment.feature_position
     if request.last_prompt_token_count is not None:
         prompt_count = len(tokens.sequence.request.prompt)

@@ -60,9 +60,9 @@ def new_assignment(sequence: Sequence, drafter: Drafter, sampled_drafts: bool) -
 
 
 def _kind(sequence: Sequence) -> tuple[bool, bool, bool]:
-    """Return whether the request is greedy, has a grammar, and has a prediction.
+    """Return the kind of traffic: whether the request is greedy, has a grammar, has a prediction.
 
-    A drafter's acceptance should be similar for all sequences of such a kind of traffic.
+    A drafter's acceptance should be similar for all sequences of one kind.
     """
     request = sequence.request
     return request.sampling.greedy, request.grammar is not None, bool(request.prediction)

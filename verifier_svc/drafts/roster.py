@@ -25,7 +25,7 @@ _REMEMBERED = 256
 MOST_LOST = 32
 """The maximum number of drafters that left and are remembered.
 
-The gateway's page, metrics and /readyz name them.
+Metrics name them all; the gateway's page and /readyz name only those that left without a goodbye.
 """
 _MAX_DRAFTERS = 64
 # Drafters of one source may have at most this share of the `max_drafters` connections, so that no

@@ -197,7 +197,7 @@ def moved_slots(
     verified: SequenceOf[Verified | OutriderError | None],
     page_size: int,
 ) -> tuple[list[int], list[int]]:
-    """Return a step's copies within the flattened cache: the source slots and the target slots.
+    """Return the source slots and the target slots of a step's copies in the flattened cache.
 
     Most steps need no copies, and then both lists are empty.
 

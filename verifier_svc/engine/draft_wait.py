@@ -131,7 +131,8 @@ class DraftWait:
     def _outlined(self, free: list[Sequence]) -> Plan | None:
         """Return the outline's plan, finished with the drafts that have come.
 
-        Return None if there is no outline, or if the batch or its drafters changed too much.
+        Return None if there is no outline, if the batch or its drafters changed too much, or if
+        `Planner.holds` is no longer true of the outline.
         """
         outline = self._outline
         self._outline = None

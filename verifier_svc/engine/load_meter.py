@@ -15,7 +15,8 @@ from verifier_svc.state.sequence import Sequence
 _SEQUENCES = 64
 _BATCHES = 4
 # Until a first sequence has ended, each sequence is expected to take this many forwards, as for a
-# short answer. A verifier that has timed nothing yet must not announce waits of minutes to a burst.
+# short answer. A verifier that has timed nothing yet must not announce waits of minutes to a burst
+# of requests.
 _FIRST_FORWARDS = 128.0
 
 

@@ -161,7 +161,7 @@ class Engine:
     # --- requests ---
 
     def warm_up(self, context: int = 0) -> None:
-        """Time trial forwards at a length of `context` tokens, so that costs are known at once.
+        """Time trial forwards at a length of `context` tokens, so that the first plan knows costs.
 
         Call it only before the first request, because it overwrites pages.
         """
@@ -201,7 +201,7 @@ class Engine:
         The sequence's drafters are told that the sequence is over, so that they draft for other
         sequences. The text stays the same: its tokens are computed anew later, as after a
         preemption. If more than `max_waiting` sequences are unread, the tenant with the most unread
-        sequences loses the sequence that is unread longest: it ends with SLOW_READER.
+        sequences loses the sequence that has been unread longest: it ends with SLOW_READER.
         """
         book = self._book
         if sequence.id not in self.sequences or sequence.id in book.unread:

@@ -373,8 +373,8 @@ class Scheduler:
     def _page_victims_for_admission(self, sequence: Sequence) -> list[Sequence]:
         """Choose the sequences to preempt so that `sequence` gets pages; none if it must wait.
 
-        A tenant that loses pages must keep at least as many pages, and at least as many places, as
-        the tenant of `sequence` then has.
+        A tenant that loses pages must keep at least as many pages as the tenant of `sequence` then
+        has.
         """
         held = self._pages_held()
         missing = -(-len(sequence.tokens) // self.pool.page_size) - len(sequence.kv.pages)

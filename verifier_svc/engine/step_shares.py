@@ -54,8 +54,8 @@ class StepShares:
         self._use = use
         self._max_batch_tokens = max_batch_tokens
         # When not all decoding sequences have room in a step, the next step goes on after the last
-        # sequence that had room. Light tenants' sequences and other tenants' sequences each have
-        # such a last sequence; these are the two ids.
+        # sequence that had room. These are the ids of the last such sequence of light tenants, and
+        # of the last such sequence of other tenants.
         self._last_light = 0
         self._last_heavy = 0
 
@@ -82,9 +82,9 @@ class StepShares:
     def _bounded(self, parts: StepParts, light: frozenset[str], drafted: Drafted) -> StepParts:
         """Return a step of bounded time.
 
-        If there are light tenants, their work fills the step up to `_LONGEST`; the work of other
-        tenants then lengthens it by at most `_ADDED`. Without light tenants, the work of the other
-        tenants fills the step up to `_LONGEST`.
+        If there are light tenants, their work fills the step up to `_LONGEST`. The work of other
+        tenants then lengthens the step by at most the share `_ADDED`. Without light tenants, the
+        work of the other tenants fills the step up to `_LONGEST`.
         """
         fill = _Fill(self._cost, self._max_batch_tokens, drafted)
         room_s = _LONGEST * self._cost.estimate(1, 1)

@@ -1,6 +1,7 @@
 """The engine's spans: the queue, the prompt and the steps of each traced request.
 
-A request's span of a step is linked to the span of the step's batch, if that has several sequences.
+If a step's batch has several sequences, each request's span of the step is linked to the span of
+the batch.
 """
 
 from __future__ import annotations

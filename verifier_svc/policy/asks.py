@@ -116,10 +116,10 @@ def listened(
 def companions(drafts: Drafts, paying: frozenset[Drafter], threshold: float) -> Drafts:
     """Return the drafts to ask companions for: their guesses join the chosen drafter's in a tree.
 
-    If the chosen drafter's draft does not come, companions' guesses replace it. Only drafters that
-    pay without other drafters and take no time of the target's cores are companions, so a companion
-    costs only a message. The engine waits for a companion's draft only where this draft promises
-    more than the ready drafts.
+    If the chosen drafter's draft does not come, companions' guesses replace it. Only drafters in
+    `paying` that take no time of the target's cores are companions, so a companion costs only a
+    message. The engine waits for a companion's draft only where this draft promises more than the
+    ready drafts.
     """
     found: Drafts = []
     if len(paying) < 2:

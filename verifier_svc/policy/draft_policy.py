@@ -26,7 +26,7 @@ class DraftPolicy(ABC):
     most_tokens: ClassVar[bool]
     """True if each draft has the most tokens that are allowed, whatever the tokens cost."""
     takes_all: ClassVar[bool]
-    """True if all drafters draft, and each forward waits for them, without a comparison."""
+    """True if all drafters draft and each forward waits for them, whether that pays or not."""
     least_gain: ClassVar[float]
     """A draft's gain must exceed its cost by more than this number of tokens."""
 
@@ -103,7 +103,7 @@ class PayingDrafts(DraftPolicy):
 
         A trial beside a proven drafter therefore delays no step.
         """
-        # Before its first answer a drafter may still be at the prompt, which can take long.
+        # Before its first answer a drafter may still be reading the prompt, which can take long.
         return assignment.answered_length > 0 and (assignment.drafter.proven or not beside_proven)
 
 

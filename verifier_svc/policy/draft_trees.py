@@ -31,7 +31,8 @@ from verifier_svc.state.trie import NO_DRAFT, DraftTree
 
 # A drafter is asked for a tree with this many draft tokens for each token of its main path.
 _TREE_TOKENS_PER_DEPTH = 3
-# Every `_TREE_PROBE_STEPS` steps, drafters that are asked for chains are asked for a tree.
+# Every `_TREE_PROBE_STEPS` steps, drafters that are otherwise asked for chains are asked for a
+# tree.
 _TREE_PROBE_STEPS = 32
 
 ChosenDraft = tuple[Assignment | None, DraftTree]
@@ -51,7 +52,7 @@ def grow_trees(
 ) -> dict[int, ChosenDraft]:
     """Return the tree drafts of a step, keyed by sequence id; empty if the step has only chains.
 
-    A sequence that is missing in the result, such as a sequence with sampled drafts, has its best
+    A sequence that is missing in the result, such as a sequence with sampled drafts, gets its best
     chain. `in_turn` returns the sequences that may have trees. `room` returns the maximum number of
     draft tokens of all sequences together.
     """

@@ -1,6 +1,6 @@
 """Estimates a forward's duration from its numbers of sequences and tokens.
 
-The estimate is measured at start, and every step corrects it.
+Trial forwards at the start give the estimates, and every step corrects them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ _LEAST_S = 1e-6
 _OWN = 0.3
 _NEAR = 0.2
 _FAR = 0.05
-# Least cost that some estimates assume for a prompt token, as a share of a step with one token.
+# Least cost that some estimates assume for a prompt token, as a share of the time of a step with
+# one token.
 _TYPICAL_PROMPT_TOKEN = 0.01
 
 
@@ -61,7 +62,7 @@ class ForwardCost:
         """Correct the costs after a step that took `seconds`.
 
         The step had `token_count` tokens of `sequence_count` decoding sequences, and
-        `prompt_token_count` tokens of prompts besides. In such a mixed step the prediction error is
+        `prompt_token_count` tokens of prompts besides. In a step with both, the prediction error is
         split between prompt and decode tokens in proportion to the square of the predicted cost of
         each (the LMS rule).
         """
@@ -102,7 +103,10 @@ class ForwardCost:
         return self.prompt_step_s + token_count * self.prompt_token_s if token_count else 0.0
 
     def _correct(self, sequence_count: int, token_count: int, ratio: float) -> None:
-        """Multiply costs by a power of `ratio`, greater for sizes nearer to the step's size."""
+        """Multiply each cost by a power of `ratio`.
+
+        The exponent is greater for sizes nearer to the step's size.
+        """
         rows = _shares(self._counts, sequence_count)
         for count, row in self._grid.items():
             near = rows.get(count, 0.0)

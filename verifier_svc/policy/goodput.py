@@ -2,8 +2,8 @@
 
 A draft token is worth its place in a forward if its probability of being committed is at least its
 cost: the number of tokens that the batch commits in the time that the draft token takes. The
-planner repeats this each step with the costs of the step before, which is Dinkelbach's method for
-maximising a ratio (On nonlinear fractional programming, 1967).
+planner makes this comparison each step with the rate of the step before, which is Dinkelbach's
+method for maximising a ratio (On nonlinear fractional programming, 1967).
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ def step_costs(
 def acceptance_threshold(accept_probs: list[float], token_costs: list[tuple[int, float]]) -> float:
     """Return the lowest probability of being committed at which a draft token still pays.
 
-    The likeliest token comes first, each further token at the next higher cost, until a token's
-    probability no longer covers its cost. `accept_probs` are the probabilities of all tokens that
-    could be drafted, in rising order. `token_costs` is as in `StepCosts`.
+    Tokens are taken from the likeliest on, each at a cost not below the cost of the token before
+    it, until a token's probability no longer covers its cost. `accept_probs` are the probabilities
+    of all tokens that could be drafted, in rising order. `token_costs` is as in `StepCosts`.
     """
     begin = 0
     threshold = 0.0

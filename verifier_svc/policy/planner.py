@@ -342,7 +342,8 @@ class Planner:
         for sequence in decoding:
             asked = [a for a in sequence.assignments.values() if a.drafter in drafters]
             if asked:
-                # Among several drafters, take the drafter whose first token is most likely right.
+                # Proven drafters come first. Among these, take the drafter whose first token is
+                # most likely right.
                 likeliest = max(asked, key=_first_token) if len(asked) > 1 else asked[0]
                 accept_probs += self._accept_probs(sequence, likeliest, costs)
         accept_probs.sort()
@@ -462,7 +463,10 @@ def _all_have_always_draft(running: Collection[Sequence]) -> bool:
 
 
 def _first_token(assignment: Assignment) -> tuple[int, float]:
-    """Return a sort key: proven drafters come first, then by the chance of a right first token."""
+    """Return a key for `max`: the drafter's right guesses, then the chance of a right first token.
+
+    All proven drafters have the same number of right guesses, the largest.
+    """
     return assignment.drafter.right_guesses, assignment.chance * assignment.rate.cumulative[0]
 
 

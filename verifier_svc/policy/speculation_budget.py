@@ -24,7 +24,8 @@ _REFILL = 0.005
 _SAVED = 0.125
 _MOST_STEPS = 32.0
 # An exhausted budget opens again when it has this many steps. The number is small, so that drafting
-# soon goes on when a link or a drafter recovers. A trial that fails loses no more than these steps.
+# soon goes on when a link or a drafter recovers. A trial that fails loses these steps, and at most
+# the loss of one step more.
 _REOPEN_STEPS = 1.5
 # No step counts as a loss of more than this many baseline steps, since a step may be slow for a
 # reason outside the engine.
@@ -73,7 +74,10 @@ class _Budget:
             self.open = True
 
     def reset(self) -> None:
-        """Halve and refill an exhausted budget, unless half of it is below `_LEAST_STEPS`."""
+        """Halve the capacity of an exhausted budget and refill the budget.
+
+        No effect if half the capacity is below `_LEAST_STEPS`.
+        """
         half = self.most / 2.0
         if not self.open and half >= _LEAST_STEPS:
             self.most = half
@@ -85,7 +89,7 @@ class _Baseline:
     """The baseline steps of batches of about one size, and when to measure more of them."""
 
     slowdown: float = 0.0
-    """Running mean of a baseline step's time over the time of its isolated forward."""
+    """Running mean of a baseline step's time, divided by the time of its isolated forward."""
     count: int = 0
     """Baseline steps that were measured."""
     due: int = _BASELINE_STEPS
@@ -142,15 +146,16 @@ class _Baseline:
 class SpeculationBudget:
     """The budgets of one engine.
 
-    A *drafter set* has the drafters that are asked; the empty set means only probes. Each set has a
-    budget for each size of batches, roughly. Gains refill a budget and losses drain it: it is the
-    cumulative sum of Page (Continuous inspection schemes, 1954). However wrong all estimates are,
-    speculation loses no more than its first budgets, a share of its earlier gains, and the share
-    `_REFILL` of the time.
+    A *drafter set* has the drafters that are asked; the empty set means only probes. Each set has
+    one budget for all batches of about the same size. Gains refill a budget and losses drain it: it
+    is the cumulative sum of Page (Continuous inspection schemes, 1954). However wrong all estimates
+    are, speculation loses no more than its first budgets, a share of its earlier gains, and the
+    share `_REFILL` of the time.
 
     Other processes slow down drafted and baseline steps alike. If baseline steps become slower, the
     budgets were judged by a reference that was too fast, and exhausted budgets are reset. All
-    resets of a budget together allow no more loss than the first budget, unless gains fill it.
+    resets of a budget together allow no more loss than the first budget, unless gains fill the
+    budget.
     """
 
     def __init__(self, isolated: ForwardCost) -> None:

@@ -47,8 +47,8 @@ def drafts_to_wait_for(
     """Return the pending drafts that may still pay, and how many seconds of waiting they are worth.
 
     `draft_tokens` maps a sequence id to the number of draft tokens that the step verifies. `rate`
-    is the tokens a second that the batch commits with the planned drafts. A policy that takes all
-    drafts waits for every pending draft.
+    is the number of tokens a second that the batch commits with the planned drafts. A policy that
+    takes all drafts waits for every pending draft.
     """
     late = _pending_drafts(decoding, draft_tokens, costs, rate, now_s, policy)
     if policy.takes_all:
@@ -106,8 +106,8 @@ def _pending_drafts(
 def pending_drafts(sequence: Sequence, draft_tokens: int, policy: DraftPolicy) -> Pending:
     """Return the drafts in flight for a sequence that verifies at most `draft_tokens`.
 
-    If the policy takes all drafts, the result has all drafts that the policy may await. If not, the
-    result has only drafts that promise more than every draft that has arrived.
+    The result has only drafts that the policy may await. Unless the policy takes all drafts, each
+    of them promises more than every draft that has arrived.
     """
     if draft_tokens == 0:
         return _NOTHING

@@ -28,7 +28,7 @@ _SHARE_DECAY = 0.99
 
 
 class _FixedRate:
-    """A prior that never changes, and has only a rate for the first position."""
+    """A prior that never changes, and has a rate only for the first position."""
 
     __slots__ = ("by_position", "version")
 
@@ -63,10 +63,10 @@ class AcceptanceRate:
         The prior weighs as much as 4 drafts, and all observations together at most as much as
         1 / (1 - decay) drafts.
 
-        If the prior is an AcceptanceRate, each position uses the same position of the prior, even
-        after the prior has changed. If the prior is a number, or lacks the position, a position
-        without data inherits the estimate of the position before it. Without this rule, positions
-        that are never reached would keep an optimistic prior.
+        If the prior is an AcceptanceRate, each position starts from the prior's rate at the same
+        position, and follows this rate when it changes. If the prior is a number, or lacks the
+        position, a position without data inherits the estimate of the position before it. Without
+        this rule, positions that are never reached would keep an optimistic prior.
         """
         self._prior = _FixedRate(prior) if isinstance(prior, float) else prior
         self._decay = decay
@@ -128,8 +128,8 @@ class AcceptanceRate:
         """Return how many tokens a step with `count` draft tokens commits on average.
 
         The result is 1, for the target's own token, plus the sum of the draft tokens' probabilities
-        of acceptance. With one rate a for all positions it is (1 - a^(k+1)) / (1 - a) for k draft
-        tokens (Leviathan et al. 2023, eq. 1).
+        of acceptance. If all positions have the rate a, the result is (1 - a^(k+1)) / (1 - a) for k
+        draft tokens (Leviathan et al. 2023, eq. 1).
         """
         if self._valid != self.version + self._prior.version:
             self._refresh()
@@ -166,7 +166,7 @@ class SiblingRates:
 
     A claim is an estimate, made before the commit, of the probability that a guess is right if its
     parent is right. The claim is the drafter's confidence, or a prior. A factor corrects claims:
-    the number of right guesses divided by the sum of the claims. In both of these, older guesses
+    the number of right guesses divided by the sum of the claims. In both numbers, older guesses
     count less. The factor begins at 1.
     """
 

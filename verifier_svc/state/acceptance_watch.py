@@ -1,4 +1,4 @@
-"""Notices that a drafter guesses clearly worse than in its first hour, or than its old weights."""
+"""Notices that a drafter guesses clearly worse than in its first hour, or than with old weights."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class AcceptanceWatch:
     def continue_from(self, earlier: AcceptanceWatch, verified: int, accepted: int) -> None:
         """Compare with earlier weights, of whose `verified` tokens `accepted` were accepted.
 
-        If too few tokens of theirs were verified, compare with what they were compared with.
+        If too few of their tokens were verified, compare with the rate that `earlier` used.
         """
         if verified >= _BLOCK_TOKENS:
             self.first_rate, self.basis = accepted / verified, "with its earlier weights"

@@ -47,7 +47,7 @@ number, even if it reads a thousand steps of 64 sequences at once."""
 
 
 def held_bytes(byte_count: int, batch: DraftBatch | None = None) -> int:
-    """Return roughly how much memory the engine needs for a message of `byte_count` on the wire.
+    """Return roughly how much memory a message of `byte_count` bytes on the wire takes.
 
     The engine's time for a batch grows with the batch's tokens and entries too, so a bound on this
     memory bounds the time as well.
@@ -129,9 +129,12 @@ class Drafter:
     silent: bool = False
     """True if the drafter has stopped answering."""
     paused: bool | None = None
-    """True if drafts did not pay in the last plan that considered the drafter; None if none did."""
+    """True if drafts did not pay in the last plan that considered the drafter.
+
+    None if no plan has considered it.
+    """
     turn: int = 0
-    """A number that grows from turn to turn, set when the drafter joins or gets a sequence."""
+    """The number of the drafter's last turn. Joining is a turn, and so is getting a sequence."""
     answer_rate: float = 1.0
     """Share of the drafter's answers that held a draft: a running mean over all its sequences."""
     verified_count: int = 0
@@ -160,7 +163,7 @@ class Drafter:
 
     @property
     def is_doubtful(self) -> bool:
-        """True if the drafter fell silent, or failed its trial by late or wrong drafts or skips.
+        """True if the drafter fell silent, or failed its trial: by skips, or late or wrong drafts.
 
         A doubtful drafter is only probed, on one sequence at a time.
         """
@@ -173,13 +176,14 @@ class Drafter:
     def merit(self) -> float:
         """The probability that asking the drafter yields a right first token, to compare drafters.
 
-        Only drafts outside a run count, although quick drafters are right more often within a run.
+        It is the probability for the kind of traffic that the drafter guesses best. Only drafts
+        outside a run count, although quick drafters are right more often within a run.
         """
         rates = [by_run[0].by_position[0] for by_run in self.rates.values()]
         return self.answer_rate * max(rates, default=0.0)
 
     def succeed(self, earlier: Drafter) -> None:
-        """Compare acceptance with an earlier stream of this drafter that named its weights."""
+        """Compare acceptance with an earlier stream of this drafter, if that one named weights."""
         before = earlier.hello.weights_version
         if before and before == self.hello.weights_version:
             self.acceptance_watch.resume(earlier.acceptance_watch)
@@ -274,7 +278,7 @@ class Drafter:
         return not self.draining and (limit is None or len(self.sequence_ids) < limit)
 
     def info(self, connected: bool) -> DrafterInfo:
-        """Return the API's record of the drafter; None for fields that were not measured yet."""
+        """Return the API's record of the drafter. Fields that were not measured yet are None."""
         hello = self.hello
         rate = self.accepted_count / self.verified_count if self.verified_count else None
         return DrafterInfo(

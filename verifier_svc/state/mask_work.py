@@ -15,7 +15,7 @@ Compute = Callable[[], npt.NDArray[np.int32]]
 
 
 class MaskWork:
-    """The work of computing masks for each row of a draft.
+    """The work of computing a mask for each row of a draft.
 
     The engine's thread makes the object, and one thread calls `run`. Until the work is done,
     nothing else uses the sequence's matcher.
@@ -38,7 +38,7 @@ class MaskWork:
 
     @property
     def done(self) -> bool:
-        """True if the masks are there, cannot be computed, or were cancelled before they began."""
+        """True if `run` has computed the masks, has failed, or has found the work cancelled."""
         return self._done.is_set()
 
     @property

@@ -85,7 +85,7 @@ def guesses_after(nodes: Nodes) -> list[MergedGuess]:
 
 
 def probs(guesses: list[MergedGuess], depth: int) -> list[float]:
-    """Return the probability of each of `guesses_after` a prefix of `depth` right guesses.
+    """Return the probability of each of `guesses`, which follow a prefix of `depth` right guesses.
 
     The main guess has its drafter's acceptance rate. No other guess gets a higher probability, so
     that a tree takes the main guess first.
@@ -107,7 +107,7 @@ def observe_siblings(
     Call it before the tries' roots move. Guesses that no step verified count as well, so the
     measurements do not depend on what was verified. A wrong main guess of the assignment `first`
     counts as rescued only if another guess of this assignment was right and had an estimated
-    probability of at least `threshold`.
+    cumulative acceptance of at least `threshold`.
     """
     nodes = roots(sequence, first)
     on_main_path = True

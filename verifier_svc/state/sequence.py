@@ -83,9 +83,9 @@ class Assignment:
     backoff: int = FIRST_BACKOFF
     """Steps between two probes. A power of two, so that many sequences are probed in one step."""
     asked_at: dict[int, float] = field(default_factory=dict)
-    """Maps a committed length to when the drafter was asked to draft after it (seconds).
+    """Maps a committed length to the time at which the drafter was asked for it (seconds).
 
-    Only lengths after which the trie was empty are here, until the drafter answers.
+    It has a length only if the trie was then empty, and only until the drafter answers.
     """
     answered_length: int = 0
     """The greatest committed length that the drafter answered.
@@ -228,7 +228,7 @@ class Assignment:
             del self.asked_at[next(iter(self.asked_at))]
 
     def on_answer(self, at: float, base_length: int, *, drafted: bool) -> float | None:
-        """Note a message that arrived `at` (seconds) and answers the length `base_length`.
+        """Note a message that arrived at the time `at` (seconds) and answers `base_length`.
 
         The message is a proposal if `drafted`, else a skip. Returns the seconds since the drafter
         was asked; None if that was not timed, or if this is not its first answer to that length.
@@ -236,7 +236,7 @@ class Assignment:
         self.answered_length = max(self.answered_length, base_length)
         asked_at = self.asked_at.pop(base_length, None)
         if self.asked_at:
-            # The drafter reads several verdicts at once and answers only the last of them.
+            # A drafter may read several verdicts at once and answer only the last of them.
             for length in [length for length in self.asked_at if length < base_length]:
                 del self.asked_at[length]
         if asked_at is None:
@@ -332,7 +332,7 @@ class Sequence:
     submitted_at: float = 0.0
     """The time at which the request came (monotonic seconds)."""
     scheduled_at: float | None = None
-    """The time of the sequence's first batch (monotonic seconds), plus the time it was unread."""
+    """The time of the first batch (monotonic seconds), plus how long the sequence was unread."""
     unread_at: float | None = None
     """The time at which the caller stopped reading (monotonic seconds); None while it reads."""
 

@@ -22,7 +22,10 @@ class TargetDevice:
 
     @classmethod
     def of_cpu(cls, thread_count: int) -> TargetDevice:
-        """Return the cores of this process, if the target's threads compute on all of them."""
+        """Return the device of a target that computes on this process's cores.
+
+        Its `cores` are empty if the target's threads leave some cores to drafters.
+        """
         cores = os.sched_getaffinity(0)
         return cls(frozenset(cores) if thread_count >= len(cores) else frozenset())
 

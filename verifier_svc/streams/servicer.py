@@ -52,9 +52,9 @@ _HEALTH_POLL_S = 5.0
 MOST_UNREAD_S = 60.0
 _NEVER_S = 1e9
 JOIN_S = 10.0
-"""Seconds after becoming ready during which a verifier holds requests that name a drafter which has
-not joined. Drafters that start together with the verifier learn later than its clients do that it
-is ready."""
+"""For this many seconds after it became ready, a verifier holds requests that name a drafter that
+has not joined. Drafters that start together with the verifier learn later than its clients do that
+it is ready."""
 _JOIN_POLL_S = 0.1
 _Chunks = ReadAhead[TokenChunk | OutriderError]
 """The chunks of one sequence; an error ends them."""
@@ -63,7 +63,10 @@ _Chunks = ReadAhead[TokenChunk | OutriderError]
 class VerifierServicer(
     verifier_pb2_grpc.VerifierServiceServicer, token_streams_pb2_grpc.TokenStreamServiceServicer
 ):
-    """Answers GetModel and AgreeVersion from the start, and other calls after `serve`."""
+    """Answers GetModel and AgreeVersion from the start, and other calls after `serve`.
+
+    After `serve_drafters`, it answers drafters but no requests.
+    """
 
     def __init__(self, model_id: str, *aliases: str, clock: Clock = monotonic) -> None:
         self._clock = clock
@@ -246,7 +249,8 @@ class VerifierServicer(
                     if chunk.finish_reason is not None:
                         break
                     yield wire_requests.chunk_to_proto(chunk)
-        # Readers close the generator at the last chunk, so this chunk is sent after the span ended.
+        # Readers close the generator at the last chunk. So the span has to end before this chunk is
+        # sent.
         yield wire_requests.chunk_to_proto(chunk)
 
     async def _chunks(

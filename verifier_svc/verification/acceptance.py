@@ -62,10 +62,10 @@ class Acceptance:
     ) -> None:
         """With `synthetic_rates`, drafts are accepted at these rates whatever the target says.
 
-        A draft's tokens up to position i are all accepted with the probability of rate i. Only
-        benchmarks need that; in a tree, only first children are accepted. `counts` has the number
-        of times that each token occurs in the sequences' texts. Raises ValueError for a tree that
-        was sampled.
+        A draft's tokens up to position i are all accepted with the probability of rate i. Of a
+        tree, only first children are then accepted. Only benchmarks need these rates. `counts` has
+        the number of times that each token occurs in the sequences' texts. Raises ValueError for a
+        tree that was sampled.
         """
         self._drafts = drafts
         self._is_synthetic = bool(synthetic_rates)
@@ -174,10 +174,10 @@ def _with_errors(
 ) -> torch.Tensor:
     """Return the tokens, with NOT_FINITE or NO_TOKEN for rows that have no token.
 
-    `peaks_R` are the rows' largest logits after the request's settings are applied; `raw_peaks_R`
-    are the largest logits before that, and the same tensor if no row changed. A row with a NaN or
-    +inf has it as its largest logit, and a row of nothing but -inf has -inf. Single -inf entries
-    are legal.
+    `peaks_R` are the rows' largest logits after the request's settings are applied. `raw_peaks_R`
+    are the largest logits before that; it is the same tensor as `peaks_R` if no row changed. A row
+    with a NaN or +inf has it as its largest logit, and a row of nothing but -inf has -inf. Single
+    -inf entries are legal.
     """
     finite_R = raw_peaks_R.abs() < _LARGEST_LOGIT
     if raw_peaks_R is not peaks_R:

@@ -79,7 +79,7 @@ class DraftVerifier:
     counts: TokenCounts = field(default_factory=TokenCounts)
 
     def lay_out(self, batch: SequenceOf[ScheduledSequence]) -> Verify:
-        """Lay a batch out on the host, and send the device what it needs, in one copy."""
+        """Lay a batch out on the host, and send to the device what verifying needs, in one copy."""
         staging = Staging(self.device)
         drafts = [self._draft(scheduled) for scheduled in batch if scheduled.samples]
         acceptance = Acceptance(drafts, staging, self.counts, self.synthetic_rates)

@@ -27,8 +27,8 @@ log = logging.getLogger(__name__)
 
 _INLINE = Inline()
 _NO_BUDGET = MaskBudget(math.inf)
-# How long a step waits for masks once its logits are there (seconds). A sequence whose masks come
-# later joins a later step.
+# How long a step waits for masks after all that the host does during the forward (seconds). A
+# sequence whose masks come later joins a later step.
 _PATIENCE_S = 0.01
 # A sequence whose last masks took longer than this for a row (seconds) gets no drafts, and its next
 # mask is computed before its next step. Usual masks take 0.05 to 0.5 ms.

@@ -1,4 +1,4 @@
-"""Log probabilities of prompt and committed tokens: the target's, before any request setting."""
+"""Log probabilities of prompt and committed tokens: the target's, before a request's settings."""
 
 from __future__ import annotations
 

@@ -11,8 +11,8 @@ from outrider.process.workers.tenant_threads import TenantThreads
 from verifier_svc.state.mask_work import MaskWork
 from verifier_svc.state.sequence import Sequence as SequenceState
 
-# Processor time of each mask that is not charged to the budget, in seconds. Usual masks take 0.05
-# to 0.5 ms.
+# The part of each mask's processor time that is not charged to the budget (seconds). Usual masks
+# take 0.05 to 0.5 ms.
 _FREE_S = 0.02
 # The number of a tenant's requests that can use up their budgets at the same time. In each second
 # the tenant's budget regains `_REFILL` seconds.

@@ -1,4 +1,4 @@
-"""Lays out a batch of drafts as rows of logits, with their noise, and reads the results off.
+"""Lays out a batch of drafts as rows of logits, with their noise, and reads off the results.
 
 All this happens on the host. The layout needs no logits, so it can be made while a GPU is still
 computing the forward; `Staging` holds what the device needs of the layout.

@@ -21,7 +21,9 @@ their roles. So no drafter gets the noise, whether it joins before or after a tr
 | acceptance TYPICAL | any             | as if sampled otherwise   | TYPICAL (lossy)               |
 | acceptance RELAXED | any             | as if sampled otherwise   | RELAXED when thinking (lossy) |
 
-With --synthetic-acceptance-rates every draft is verified by SYNTHETIC.
+The first five rows are about requests with exact acceptance. Under the last two rows, drafters
+guess their likeliest tokens if the temperature is 0. With --synthetic-acceptance-rates every draft
+is verified by SYNTHETIC.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Walks a tree of draft tokens to the last token that the target accepts.
 
-The token after a row is the target's own, whatever the tree holds. The tree only decides how many
-of these tokens one forward finds. Rows and parents are as in `protocol.token_tree`.
+Under exact rules, the token after a row is the target's own, whatever the tree holds. The tree then
+only decides how many of these tokens one forward finds. Rows and parents are as in
+`protocol.token_tree`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """vLLM in the verifier's process: our gateway's requests, vLLM's steps, our drafts.
 
-`VllmEngine` stands where `verifier_svc.engine.loop.Engine` does; see `served.ServedEngine`. All of
-it runs on the engine's thread.
+`VllmEngine` stands where `verifier_svc.engine.loop.Engine` does; see `served.ServedEngine`. It runs
+on the engine's thread.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ _offered: WeakValueDictionary[str, VllmStates] = WeakValueDictionary()
 
 
 class VllmStates(KeptStates):
-    """The states of one runner. Only `watch` may be called on other threads than vLLM's.
+    """The states of one runner. Other threads than vLLM's may call only `can_watch` and `watch`.
 
     The states are fixed before vLLM measures its memory and compiles the model. So no drafter can
     change the memory that is needed or the compiled model.
@@ -77,7 +77,7 @@ class VllmStates(KeptStates):
         return self._watched
 
     def _as_pair(self, model: object, arguments: object, output: Any) -> Any:
-        """Return the model's output as the runner takes it apart.
+        """Return the model's output as the pair that the runner takes apart.
 
         A few models lack the last layer's output. If the settings name only that output, such a
         model returns no list of states. vLLM's engine expects the list, and would end without it.
@@ -111,7 +111,7 @@ class VllmStates(KeptStates):
                 config.additional_config["outrider_feature_states"] = self._layers
 
     def end(self, watched: Collection[int], tokens: Mapping[str, int]) -> None:
-        """Keep the `watched` states of a forward, which computed `tokens` of each request."""
+        """Keep the `watched` states of a forward; `tokens` counts each request's tokens in it."""
         try:
             self._keep(watched, tokens)
         # In vLLM's step, an exception would end vLLM's engine. Without states, only guesses suffer.
@@ -163,7 +163,7 @@ def offer(runner: Any, settings: VerifierSettings) -> None:
 
 
 def states_for(config: VllmConfig, settings: VerifierSettings) -> VllmStates | None:
-    """Return the states of the runner of a scheduler; None if it offers none.
+    """Return the states that a scheduler's runner has offered; None if it has offered none.
 
     Raises OutriderError(INVALID_VALUE) if the settings need the states.
     """

@@ -1,7 +1,7 @@
 """vLLM's requests as sequences: plans their drafts, waits for them, and judges them.
 
 `verifier_svc/vllm/scheduler.py` calls it around vLLM's steps. This module knows token ids, but not
-vLLM. vLLM verifies a chain of draft tokens for each request, so a draft is a drafter's best path.
+vLLM. vLLM verifies a chain of draft tokens for each request, so a draft is one drafter's main path.
 """
 
 from __future__ import annotations
@@ -68,8 +68,9 @@ class Judged:
 
 
 class DraftHub:
-    """The engine's side of drafting, for vLLM's scheduler. The caller holds `turn`.
+    """The engine's side of drafting, for vLLM's scheduler.
 
+    If two threads use the hub, the caller holds `turn`.
     `deliver` runs sinks on the event loop, see `Outbox`. `draft_policy` says when the planner asks
     for drafts.
     """
@@ -96,7 +97,7 @@ class DraftHub:
         self.limits = limits
         self.clock = clock
         self.turn = threading.Condition()
-        """Held by the thread that uses the hub. During a step, vLLM's thread holds it."""
+        """Held by a thread while it uses the hub; vLLM's thread does not hold it in a forward."""
         self.inbox = Inbox()
         self.sequences: dict[int, Sequence] = {}
         self.running: dict[int, Sequence] = {}
@@ -125,7 +126,10 @@ class DraftHub:
         self.failed = False
         """True if a fault has ended the drafting. Then nobody calls `begin` and `commit`."""
         self.trial_tokens: int | None = None
-        """Draft tokens of each sequence in a trial step: random ids; None outside trials."""
+        """The number of draft tokens of each sequence in a trial step, which have random ids.
+
+        None outside trials.
+        """
         self._policy = policy
         self._metrics = metrics
         self._spans = StepSpans(metrics, clock)
@@ -220,8 +224,8 @@ class DraftHub:
     def plan_step(self, running: Iterable[tuple[str, int]]) -> None:
         """Plan the drafts of the next step and wait for them as long as that pays.
 
-        `running` has the id and the computed tokens of each request that vLLM runs. Work that is
-        posted meanwhile may add and end requests.
+        `running` has the id and the number of computed tokens of each request that vLLM runs. Work
+        that is posted meanwhile may add and end requests.
         """
         for request_id, computed in running:
             sequence = self._by_request.get(request_id)
@@ -274,9 +278,10 @@ class DraftHub:
         drafts: Mapping[str, list[int]],
         computed: Mapping[str, int],
     ) -> None:
-        """Begin the forward of `scheduled`: the tokens of each request, its draft included.
+        """Begin a forward; `scheduled` has each request's number of tokens in it, draft included.
 
-        `computed` has the number of tokens before them, of which the prefix cache may have some.
+        `computed` has each request's number of tokens before these; the prefix cache may have had
+        some of them.
         Sequences that are in a batch for the first time get their drafters now, while the forward
         reads their prompts.
         """
@@ -422,7 +427,7 @@ class DraftHub:
     def _observe(self, batch: list[ScheduledSequence], committed: int) -> float:
         """Update the cost model; return the seconds of the same step on an idle machine.
 
-        Return 0 for a step of a trial, with prompts, or after an idle period.
+        Return 0 for a step that is part of a trial, reads prompts, or follows an idle period.
         """
         seconds = self._step_clock.end_step()
         first = self._step_ended is None

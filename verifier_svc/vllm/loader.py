@@ -28,7 +28,7 @@ from verifier_svc.vllm import features, parameters, plugin, runner, versions
 from verifier_svc.vllm.engine import VllmEngine
 from verifier_svc.vllm.hub import DraftHub, Limits
 
-# Settings of the native engine that vLLM lacks, and the values that change nothing.
+# Settings of the native engine that vLLM lacks, each with the value that changes nothing.
 _NATIVE_ONLY = {
     "device": "auto",
     "sampled_rule": "block",
@@ -188,7 +188,7 @@ class VllmLoader:
 
 
 def installed_version() -> str:
-    """Return the version of vLLM. Raises OutriderError(INVALID_VALUE) if there is none."""
+    """Return vLLM's version. Raises OutriderError(INVALID_VALUE) if vLLM is not installed."""
     try:
         import vllm
     except ImportError as error:

@@ -197,7 +197,7 @@ class V1Noise:
 class CoupledNoise(LogitsProcessor):  # type: ignore[misc]  # vLLM may be missing here
     """The noise of the second runner: `--logits-processors verifier_svc.vllm.noise:CoupledNoise`.
 
-    vLLM calls it after its own processors, which change nothing of our requests.
+    vLLM calls it after its own processors, which do not change the logits of our requests.
     """
 
     def __init__(self, vllm_config: VllmConfig, req_states: LogitsProcRequestState) -> None:

@@ -47,7 +47,7 @@ def computed_tokens(
     batch: Mapping[str, ScheduledSequence],
     outcomes: Iterable[Outcome],
 ) -> Iterator[ComputedTokens]:
-    """Yield the tokens that a step computed of each request, without its rejected drafts."""
+    """Yield the tokens that a step computed of each request, without rejected draft tokens."""
     for outcome in outcomes:
         first = first_rows.get(outcome.request_id)
         scheduled = batch.get(outcome.request_id)

@@ -34,8 +34,8 @@ class OwnDrafter:
     def take(self, guesses: Iterable[tuple[str, Sequence[int]]]) -> None:
         """Take the guesses for requests, each after all tokens that the request has now.
 
-        Guesses that the plan did not ask for are dropped. So is an id beyond the vocabulary, with
-        the guesses after it: vLLM marks with -1 where it has no guess.
+        Guesses that the plan did not ask for are dropped. An id that is not in the vocabulary is
+        dropped too, with the guesses after it: vLLM puts -1 where it has no guess.
         """
         vocab_size = self._hub.limits.vocab_size
         batch = DraftBatch()

@@ -35,7 +35,7 @@ class Drawing:
     sampling: SamplingParams
     seed: int
     prompt_length: int
-    """Tokens of the prompt. vLLM's prompt also has what was committed before."""
+    """The number of the prompt's tokens. vLLM's prompt also has what was committed before."""
     end_ids: frozenset[int] = frozenset()
     """The tokens that `min_tokens` keeps away; empty without it."""
 
@@ -50,8 +50,8 @@ def vllm_parameters(sequence: Sequence, lark: str | None = None) -> vllm.Samplin
     """Return the parameters of vLLM's request for a sequence.
 
     The prompt of vLLM's request is all of `sequence.tokens`. `lark` is the sequence's grammar, as
-    our compiler has translated it for vLLM's backend "guidance". Outputs have the tokens since the
-    last output. Log probabilities are vLLM's "raw_logprobs".
+    our compiler has translated it for vLLM's backend "guidance". Each output of vLLM has only the
+    tokens since the output before it. Log probabilities are vLLM's "raw_logprobs".
     """
     import vllm
     from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
@@ -67,7 +67,8 @@ def vllm_parameters(sequence: Sequence, lark: str | None = None) -> vllm.Samplin
         stop_token_ids=sorted(sequence.end_ids),
         ignore_eos=True,
         logprobs=request.top_logprobs,
-        # A sequence that had a forward before it was unread has sent those of its prompt already.
+        # A sequence that had a forward before it was unread has already sent the log probabilities
+        # of its prompt.
         prompt_logprobs=None if sequence.stats.forward_count else request.prompt_logprobs,
         structured_outputs=structured,
         detokenize=False,
@@ -119,7 +120,7 @@ def drawing_of(parameters: vllm.SamplingParams) -> Drawing | None:
 
 
 def _ours(parameters: vllm.SamplingParams) -> Mapping[str, Any]:
-    """Return our part of the extra arguments. The scheduler takes it away from others' requests."""
+    """Return our part of the extra arguments. The scheduler removes it from others' requests."""
     plain = (parameters.extra_args or {}).get(_KEY)
     return plain if isinstance(plain, dict) else {}
 

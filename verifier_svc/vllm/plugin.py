@@ -200,7 +200,7 @@ class SharedHub(DraftHub):
 
 
 class PortEngine:
-    """Runs what the streams post, in turn with vLLM's steps. vLLM's server takes the requests."""
+    """Runs what the streams post, while vLLM does not use the hub. vLLM's server takes requests."""
 
     def __init__(self, hub: SharedHub) -> None:
         self._hub = hub
@@ -228,7 +228,7 @@ class PortEngine:
         self._hub.inbox.stop()
 
     def run(self) -> None:
-        """Do the posted work, between vLLM's steps and while a step waits for drafts."""
+        """Do the posted work, also during vLLM's forwards and while a step waits for drafts."""
         hub = self._hub
         while not hub.inbox.stopped:
             hub.inbox.wait(None)

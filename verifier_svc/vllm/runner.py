@@ -1,6 +1,6 @@
 """Prepares vLLM's two runners to verify the drafts that our scheduler gives them.
 
-vLLM verifies drafts only beside a drafter of its own. If that is a head or a draft model of vLLM's,
+vLLM verifies drafts only beside a drafter of its own. If this drafter is a head or a draft model,
 its guesses go to the scheduler, see `own_drafter`. Otherwise each runner gets a drafter that never
 drafts. The first runner takes the drafter's class by name. The second runner has a closed list of
 drafters, so `install`, a general plugin of vLLM, replaces the n-gram drafter by ours. `install`
@@ -30,7 +30,7 @@ _MARK = "outrider_wraps"
 
 
 def uses_v2() -> bool:
-    """Return whether vLLM takes its second runner, given a configuration that both can serve."""
+    """Return whether vLLM takes its second runner where both runners can serve a configuration."""
     from vllm import envs
     from vllm.triton_utils import HAS_TRITON
 
@@ -43,7 +43,7 @@ def engine_arguments(
 ) -> dict[str, Any]:
     """Return vLLM's arguments for drafts of at most `draft_tokens`.
 
-    They are for vLLM's second runner with `v2`, otherwise for its first. `own_drafter` is the
+    With `v2` they are for vLLM's second runner, otherwise for its first. `own_drafter` is the
     configuration of a drafter of vLLM's; without it, vLLM drafts nothing.
     """
     drafter: dict[str, Any] = {"method": "custom_class", "model": f"{__name__}.NoProposer"}
@@ -145,8 +145,8 @@ def _with_offer(load: Callable[..., Any]) -> Callable[..., Any]:
     def load_and_offer(runner: Any, *args: Any, **kwargs: Any) -> Any:
         result = load(runner, *args, **kwargs)
         config = runner.vllm_config
-        # A worker in another process must not read the settings. A fast prefill computes no states
-        # of most prompt tokens.
+        # A worker in another process must not read the settings, and a fast prefill computes no
+        # states of most prompt tokens. So neither offers states.
         is_here = config.parallel_config.distributed_executor_backend == "uni"
         if is_ours(config) and is_here and not config.cache_config.kv_sharing_fast_prefill:
             from verifier_svc.vllm import features, plugin
@@ -240,8 +240,8 @@ def _expand(
 ) -> None:
     """Repeat each request's number for its draft tokens.
 
-    vLLM's own function for CPUs (0.32, 0.33) writes to a copy, so that temperature, top-k and top-p
-    of draft rows are whatever was in memory.
+    In vLLM 0.32 and 0.33, vLLM's own function for CPUs writes to a copy, so that temperature, top-k
+    and top-p of draft rows are whatever was in memory.
     """
     replaced = torch.where(input_ptr == replace_from, replace_to, input_ptr)
     counts = torch.diff(cu_num_tokens_ptr, prepend=cu_num_tokens_ptr.new_zeros(1)).long()
@@ -332,7 +332,7 @@ def _with_drafts(prepare_inputs: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _take_drafts(req_states: Any, drafts: dict[str, list[int]]) -> None:
-    """Write the scheduler's drafts where the runner looks for its drafter's, in one copy."""
+    """Write the scheduler's drafts, in one copy, where the runner looks for its own drafter's."""
     from vllm.utils.torch_utils import async_tensor_h2d
 
     table = req_states.draft_tokens

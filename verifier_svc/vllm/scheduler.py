@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 class DraftingMixin(Scheduler):  # type: ignore[misc]  # vLLM may be missing where types are checked
     """Places drafts before each step, and tells a `DraftHub` afterwards what became of them.
 
-    It wraps six methods of vLLM's.
+    It overrides six methods of vLLM's.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -53,7 +53,8 @@ class DraftingMixin(Scheduler):  # type: ignore[misc]  # vLLM may be missing whe
         if method is not None:
             with self._hub.turn:
                 self._own_drafter = OwnDrafter(self._hub, method, self.num_spec_tokens)
-        # A hybrid model has several groups of layers. Each takes its own page for the same tokens.
+        # A hybrid model has several groups of layers. For the same tokens, each group takes a page
+        # of its own.
         self._page_groups = max(1, len(self.kv_cache_config.kv_cache_groups))
         self._drafts = True
 
@@ -102,7 +103,7 @@ class DraftingMixin(Scheduler):  # type: ignore[misc]  # vLLM may be missing whe
     # --- a step ---
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
-        """Choose the tokens of the next step, after the drafts that pay have been waited for."""
+        """Choose the tokens of the next step, after a wait for the drafts that are worth it."""
         if self._drafts:
             with self._guarded() as hub:
                 hub.plan_step((each.request_id, each.num_computed_tokens) for each in self.running)
@@ -151,7 +152,7 @@ class DraftingMixin(Scheduler):  # type: ignore[misc]  # vLLM may be missing whe
             request.spec_token_ids = tokens
 
     def _spare_pages(self) -> int:
-        """Return how many free pages, per group of layers, no request's plain step needs."""
+        """Return how many free pages each group of layers has beyond what plain steps need."""
         size = self.block_size
         groups = self._page_groups
         needed = 0
@@ -238,7 +239,7 @@ def _decodes(request: Request) -> bool:
 
 
 def _open(hub: DraftHub, request: Request) -> None:
-    """Tell the hub of a request; a request that is not from our gateway gets a new sequence."""
+    """Tell the hub about a request; if our gateway did not send it, it gets a new sequence."""
     sequence = hub.sequences.get(sequence_id_of(request.sampling_params) or 0)
     if sequence is None:
         sequence = hub.new_sequence(_request_to_vllms_server(request), _drop, NO_SPAN, ())
@@ -248,7 +249,8 @@ def _open(hub: DraftHub, request: Request) -> None:
 def _request_to_vllms_server(request: Request) -> TokenRequest:
     """Convert a request to vLLM's own server into a request for drafters.
 
-    vLLM draws its tokens with its own noise, so drafters are to guess the likeliest tokens.
+    vLLM draws the request's tokens with vLLM's noise, so drafters are to guess the likeliest
+    tokens.
     """
     return TokenRequest(
         prompt=list(request.prompt_token_ids),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from outrider.errors import invalid
 
 SUPPORTED = ("0.32", "0.33")
-"""Minor versions. Tests run the first. For the other, the code of the parts in use was read."""
+"""Minor versions. Tests run with the first. Of the other, only the code that we use was read."""
 
 
 def check_version(version: str) -> None:

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Generates and builds with Debian's packages. Generated code is compiled without optimisation, in a
-# third of the time.
+# Generates and builds with Debian's packages. Generated code is compiled without optimisation,
+# which takes a third of the time.
 set -euo pipefail
 cd "$(dirname "$0")"
 mkdir -p build/gen

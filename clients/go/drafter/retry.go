@@ -22,7 +22,7 @@ var final = map[string]bool{
 	"TOKENIZER_MISMATCH": true, "UNSUPPORTED_PARAMETER": true,
 }
 
-// refusal is why the drafter itself ends a stream that a retry cannot cure.
+// refusal is an error for which the drafter itself ends a stream, and which a retry cannot cure.
 type refusal string
 
 func (r refusal) Error() string { return "drafter: " + string(r) }

@@ -20,7 +20,7 @@ type Guesses struct {
 	Distributions []*pb.SparseDistribution
 }
 
-// Branch guesses that Tokens follow the first At guesses, instead of the other guesses.
+// Branch guesses that Tokens follow the first At guesses, instead of the later guesses.
 type Branch struct {
 	At          int
 	Tokens      []uint32
@@ -38,7 +38,7 @@ type Brancher interface {
 type FeatureReader interface {
 	// Read gets the features of consecutive tokens from position first on, in the type that
 	// Config.Features names. The last committed token has no feature yet. Where first is higher than
-	// the end of the earlier features, the features between never come.
+	// the end of the earlier features, the features in between never come.
 	Read(first int, rows []byte)
 }
 

@@ -1,4 +1,4 @@
-"""Admits HTTP requests before their bodies are read; tenants then take turns at the work."""
+"""Admits HTTP requests before their bodies are read. Tenants then take turns with their bodies."""
 
 from __future__ import annotations
 
@@ -77,17 +77,17 @@ class AdmittedRequest:
 
 
 class _Route(NamedTuple):
-    """Stands for the route of a request refused here: metrics count responses by route's `path`."""
+    """Stands for the route of a request refused here: metrics count responses by route."""
 
     path: str
 
 
 class AdmissionMiddleware:
-    """ASGI middleware that refuses requests, unread, for which the verifiers lack room or time.
+    """ASGI middleware that refuses requests for which the verifiers lack room or time.
 
-    A request counts as one sequence until its body says how many choices it wants. Where the
-    gateway serves several models, only the body names the model, so no request counts before its
-    body is read.
+    It does not read the bodies of these requests. A request counts as one sequence until its body
+    says how many choices it wants. Where the gateway serves several models, only the body names the
+    model, so no request counts before its body is read.
     """
 
     def __init__(self, app: ASGIApp, admission: Admission, preparing: TenantSemaphore) -> None:

@@ -22,7 +22,7 @@ MAX_IDLE = 1024
 """The maximum number of connections of a gateway that stay open between two requests."""
 UNSENT_BYTES = 16 * 1024
 """A connection counts as full once the gateway holds this many unsent bytes for it. The kernel
-takes about as many before that.
+takes about as many bytes before that.
 """
 
 
@@ -47,10 +47,10 @@ class BoundedProtocol(HttpToolsProtocol):
         self.url = b""
         self._refusal: OutriderError | None = None
         self._peer: Peer | None = None
-        # The bytes of the request line and of complete headers.
+        # The number of bytes of the request line and of complete headers.
         self._header_bytes = 0
-        # The bytes since the last byte of a body. These bytes may be an unfinished header or
-        # trailer, which the parser has not reported yet.
+        # The number of bytes since the last byte of a body. These bytes may be an unfinished header
+        # or trailer, which the parser has not reported yet.
         self._pending_bytes = 0
         self._deadline: asyncio.TimerHandle | None = None
         self._unread: asyncio.TimerHandle | None = None
@@ -131,7 +131,7 @@ class BoundedProtocol(HttpToolsProtocol):
         HTTP.
         """
         if self._refusal is not None:
-            # The exception stops the parser, which then calls `send_400_response`.
+            # The exception stops the parser, and uvicorn then calls `send_400_response`.
             raise self._refusal
         self._header_bytes += len(url)
         super().on_url(url)
@@ -143,7 +143,7 @@ class BoundedProtocol(HttpToolsProtocol):
         """
         self._header_bytes += len(name) + len(value)
         if self._header_bytes > MAX_HEADER_BYTES or len(self.headers) >= MAX_HEADERS:
-            # The exception stops the parser, which then calls `send_400_response`.
+            # The exception stops the parser, and uvicorn then calls `send_400_response`.
             self._refusal = _too_large()
             raise self._refusal
         super().on_header(name, value)
@@ -186,11 +186,11 @@ class BoundedProtocol(HttpToolsProtocol):
                 longest.transport.close()
 
     def _expect_reading(self) -> None:
-        """Make asyncio call `pause_writing` while any bytes wait to be read."""
+        """Make the event loop call `pause_writing` as soon as any bytes wait to be read."""
         self.transport.set_write_buffer_limits(0)
 
     def _expect(self, seconds: float | None) -> None:
-        """Set the deadline of the connection's next part `seconds` from now; None removes it."""
+        """Set the deadline for what must arrive next to `seconds` from now; None removes it."""
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None

@@ -22,7 +22,10 @@ from outrider.errors import OutriderError, Reason
 from outrider.protocol.limits import MAX_LISTED_TOKENS, Range
 
 MAX_KEYS = 128
-"""The most keys of an object with named fields. All documented bodies have fewer fields."""
+"""The maximum number of keys of an object with named fields.
+
+All documented bodies have fewer fields.
+"""
 
 
 ignores_unknown: ContextVar[bool] = ContextVar("ignores_unknown", default=False)

@@ -23,7 +23,7 @@ _SMALL_BYTES = 64 * 1024
 
 
 class JsonRoute(APIRoute):
-    """A route that has `check_size` check each body before it is parsed, unless it is small."""
+    """A route that calls `check_size` before it parses a body, unless the body is small."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """Return the route's handler, wrapped so that the request's `json` checks the size."""

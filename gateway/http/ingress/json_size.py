@@ -29,7 +29,7 @@ def check_size(body: bytes, max_values: int = MAX_VALUES) -> None:
         message = f"the body holds more than {MAX_STRINGS} strings"
         raise OutriderError(Reason.REQUEST_TOO_LARGE, message)
     outside_strings = b"".join(body.split(b'"')[::2])
-    # Each value except the first follows one of these marks.
+    # Each value except the first, with its key if it has one, follows one of these marks.
     value_count = 1
     for mark in (b",", b"[", b"{"):
         value_count += outside_strings.count(mark)

@@ -11,8 +11,8 @@ from gateway.api_errors import error_response
 from outrider.errors import OutriderError, Reason
 
 MAX_BODY_BYTES = 4 * 1024 * 1024
-"""The maximum size of a decompressed body: enough for the text of a million tokens. 1 GiB of memory
-then holds the bodies of all requests that arrive at once."""
+"""The maximum size of a decompressed body: enough for the text of a million tokens. With
+this maximum, the bodies of all requests that can arrive at once fit in 1 GiB of memory."""
 
 _Headers = Iterable[tuple[bytes, bytes]]
 

@@ -193,7 +193,7 @@ class CountTokensBody(Body):
         )
 
     async def _messages(self) -> list[Message]:
-        """Return the conversation as a chat's messages; neighbours of one role become one turn."""
+        """Return the conversation as a chat's messages; neighbours of the same role are joined."""
         messages = [Message(role="system", content=_text(self.system, "\n"))] if self.system else []
         by_role = groupby(self.messages, lambda message: message.role)
         for index, (role, turns) in enumerate(by_role):
@@ -228,8 +228,8 @@ class MessagesBody(CountTokensBody):
     structured_outputs: StructuredOutputs | None = Field(
         default=None, description="As in /v1/chat/completions."
     )
-    # The field is declared only to be refused in any case, since a request that continues a thread
-    # has only the newest messages.
+    # The field is declared so that it is refused even where unknown parameters are ignored: a
+    # request that continues a thread has only the newest messages.
     thread: Annotated[Any, AfterValidator(_refuse_thread)] = Field(
         default=None, description="Not supported: each request must have all messages."
     )

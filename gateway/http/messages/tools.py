@@ -103,7 +103,7 @@ def _schema(required: list[str], **properties: Mapping[str, Any]) -> dict[str, A
 def _editor(insertion: str, *more: str) -> dict[str, Any]:
     """Return the input schema of an editor.
 
-    The command `insert` takes its text from the property `insertion`.
+    The command `insert` takes its text from the property that `insertion` names.
     """
     commands = ["view", "create", "str_replace", "insert", *more]
     properties: dict[str, Mapping[str, Any]] = {

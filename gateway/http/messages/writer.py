@@ -19,7 +19,7 @@ from outrider.protocol.messages import FinishReason
 
 Json = dict[str, Any]
 _SIGNATURE = "unsigned"
-"""The signature of every thought. Clients send a thought back only with a signature."""
+"""The signature of every thought. Clients send back only thoughts that have a signature."""
 
 
 class MessagesWriter:

@@ -66,7 +66,7 @@ def joined(separator: str) -> Callable[[object], object]:
 
 
 MAX_DEPTH = 128
-"""The most objects and lists around a value of a schema or of a call's arguments."""
+"""The maximum number of objects and lists around a value of a schema or a call's arguments."""
 
 
 def checked_json(value: Any) -> Any:
@@ -204,7 +204,7 @@ class Message(Body):
         if kept.get("role") == "assistant":
             # If an answer has no text, clients send it back with null content or without content.
             kept.setdefault("content", None)
-            # vLLM's name of reasoning_content.
+            # `reasoning` is vLLM's name of reasoning_content.
             if "reasoning" in kept:
                 kept.setdefault("reasoning_content", kept.pop("reasoning"))
         return kept
@@ -234,7 +234,10 @@ class Message(Body):
 
 
 def template_variables(values: dict[str, Any]) -> dict[str, Any]:
-    """Return a chat template's variables. Raises ValueError for too many, long or reserved ones."""
+    """Return a chat template's variables.
+
+    Raises ValueError for too many variables, and for names or values that are not allowed.
+    """
     if len(values) > MAX_TEMPLATE_VARIABLES:
         raise ValueError(f"must hold at most {MAX_TEMPLATE_VARIABLES} names")
     for name in values:

@@ -21,16 +21,17 @@ def own_names(names: Mapping[str, str]) -> Iterator[None]:
 def renamed(error: OutriderError, names: Mapping[str, str]) -> OutriderError:
     """Return the error with another API's names for a chat's parameters.
 
-    `names` maps chat parameters to that API's names, the longest parameter first. The path below a
-    parameter is kept only for tools, because other parameters have another shape in that API.
+    `names` maps chat parameters to that API's names. A longer parameter comes before a parameter
+    with which it begins. The path below a parameter is kept only for tools, because other
+    parameters have another shape in that API.
     """
     if error.field is None:
         return error
     own = _own(error.field, names)
     message = error.message.replace(error.field, own)
     for chats, name in names.items():
-        # The message may name more parameters than the field. A name that is a plain word is left
-        # as it is, since it may mean something else.
+        # The message may name other parameters besides the error's field. A name that is a plain
+        # word is left as it is, since it may mean something else.
         if "_" in chats:
             message = message.replace(chats, name)
     return replace(error, message=message, field=own)

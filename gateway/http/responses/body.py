@@ -31,14 +31,15 @@ from gateway.http.responses.tools import ToolChoiceField, Tools, ToolsField, cha
 from outrider.errors import invalid
 from outrider.protocol.limits import MAX_MESSAGES, MAX_NAME_LENGTH
 
-# The numerical parameters that an answer repeats.
+# The numerical parameters that an answer repeats, with their defaults.
 _DEFAULTS: dict[str, float] = {
     "frequency_penalty": 0.0,
     "presence_penalty": 0.0,
     "temperature": 1.0,
     "top_p": 1.0,
 }
-# Maps a chat's parameter names, the longest first, to their names in the Responses API.
+# Maps a chat's parameter names to their names in the Responses API. A longer name comes before a
+# name with which it begins.
 _NAMES = {
     "response_format.json_schema": "text.format",
     "max_completion_tokens": "max_output_tokens",
@@ -142,14 +143,14 @@ class PromptBody(Body):
 
     @property
     def names(self) -> dict[str, str]:
-        """Maps a chat's parameter names, the longest first, to their names in this body."""
+        """Maps a chat's parameter names to their names in this body, as `renamed` needs them."""
         tools = {}
         for number, tool in enumerate(self.tools.flat):
             tools[f"tools[{number}].function"] = tools[f"tools[{number}]"] = tool.path
         return _NAMES | tools
 
     def chat(self, items: Sequence[Item], **more: Any) -> ChatBody:
-        """Return the same request as a chat: the conversation's `items`, and the fields `more`.
+        """Return the same request as a chat with the conversation's `items` and the fields `more`.
 
         Raises OutriderError that names a parameter as a chat does, see `names`.
         """

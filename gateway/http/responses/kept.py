@@ -1,4 +1,7 @@
-"""The endpoints of the Responses API's kept answers: read, replay, list, cancel and delete them."""
+"""The endpoints for the Responses API's kept answers.
+
+They read, replay and delete an answer, list the items before it, and refuse to cancel it.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +28,8 @@ MAX_LISTED_ITEMS = 100
 MAX_REPLAYED_BYTES = 1024 * 1024
 """The maximum number of bytes of a response whose events can be sent again.
 
-The events take several times as many: three of them hold the response's parameters, and each text
-is in its deltas and in four further events.
+The events take several times as many bytes: three of them hold the response's parameters, and each
+text is in its deltas and in four further events.
 """
 # Encoding this many events takes a few milliseconds.
 _EVENTS_AT_ONCE = 64
@@ -114,7 +117,7 @@ def _replay(found: bytes, deltas: Sequence[Sequence[int]], after: int | None) ->
 async def _events(
     response: Json, deltas: Sequence[Sequence[int]], begin: int
 ) -> AsyncGenerator[bytes, None]:
-    """Yield the response's events from number `begin` on. Other tasks run between them."""
+    """Yield the response's events from number `begin` on. Other tasks run in between."""
     for number, made in islice(enumerate(replayed(response, deltas)), begin, None):
         if number % _EVENTS_AT_ONCE == 0:
             await asyncio.sleep(0)

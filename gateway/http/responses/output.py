@@ -15,7 +15,11 @@ Status = Literal["in_progress", "completed", "incomplete"]
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """A kind of item: its id's prefix, the name of its text's events, and its part's type or ""."""
+    """A kind of item.
+
+    It has the prefix of the item's id, the name of the events of its text, and the type of its
+    part ("" for an item without parts).
+    """
 
     prefix: str
     events: str
@@ -23,7 +27,7 @@ class _Kind:
 
     @property
     def text_name(self) -> str:
-        """The event's field for the whole text."""
+        """The name of the field in which the text's last event has the whole text."""
         return "text" if self.part else "arguments"
 
 
@@ -40,7 +44,8 @@ _NOTHING_YET: Json = dict.fromkeys(("completed_at", "error", "incomplete_details
 class OutputItems:
     """Turns the parts of an answer into items. Its methods return the events, in order.
 
-    `namespaced` maps the name by which the model knows a function to its namespace and name there.
+    `namespaced` maps the name by which the model knows a function to the function's namespace and
+    its name there.
     """
 
     def __init__(self, namespaced: Mapping[str, tuple[str, str]]) -> None:

@@ -98,7 +98,7 @@ class ResponseWriter:
         return "incomplete" if cut else "completed"
 
     def _finished(self) -> Json:
-        """Complete the response with its output and usage."""
+        """Complete the response with its output and usage, and give it to `keep`."""
         status = self._status()
         details = {"reason": "max_output_tokens"} if status == "incomplete" else None
         self._response |= {

@@ -1,4 +1,4 @@
-"""The parts that all dialects share: decoder layers, vocabularies, and the target's layers."""
+"""The parts that several dialects share: decoder layers, vocabularies, and the target's layers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _MOST_LAYERS = 1000
 def read_decoder(
     keys: Keys, weights: Weights, *, qwen3: bool = False, by_transformers: bool = True
 ) -> Decoder:
-    """Read the sizes of a head's layers; their names in `weights` begin with "layers.{i}.".
+    """Read the sizes of a head's layers, whose weights have names that begin with "layers.{i}.".
 
     With `qwen3`, a head whose model_type is qwen3 must have norms of queries and keys.
     `by_transformers` is True if the head's code takes its rotary embedding from `transformers`.
@@ -127,8 +127,8 @@ def with_partial_rotary(keys: Keys, decoder: Decoder) -> Decoder | None:
 def _yarn_scales(stated: Keys, numbers: Mapping[str, Any], by_transformers: bool) -> dict[str, Any]:
     """Return yarn's `truncate`, and what the file states about the factor for cosines and sines.
 
-    Files state this factor by two numbers of DeepSeek's formula, which may be 0. If one is 0,
-    `transformers` leaves both out; SpecForge's EAGLE-3 computes with them.
+    Files state this factor by two numbers of DeepSeek's formula, each of which may be 0. If one is
+    0, `transformers` leaves both out; SpecForge's EAGLE-3 computes with them.
     """
     found: dict[str, Any] = {"truncate": stated.flag("truncate", True)}
     if not ("mscale" in stated and "mscale_all_dim" in stated) or "attention_factor" in numbers:
@@ -323,7 +323,7 @@ def possible_aux_layers(
 
 
 def check_target_size(keys: Keys, target: TargetShape) -> None:
-    """Raise OutriderError if the file states another hidden size of its target."""
+    """Raise OutriderError if the file states a hidden size that is not the target's."""
     size = keys.integer("target_hidden_size", target.hidden_size)
     if size != target.hidden_size:
         why = f"is {size}, but the target's hidden size is {target.hidden_size}"

@@ -1,9 +1,9 @@
 """The shared part of EAGLE-3, EAGLE and MTP, which draft step by step from (feature, next token).
 
 The first guess comes from the row of the last true feature. Each later step takes the previous
-step's state in place of the feature that the target has not computed. A later step's row comes
-right after the text, and the next row of a true feature overwrites it. Where trees are verified,
-each step continues from several guesses.
+step's state in place of the feature that the target has not computed. The rows of later steps come
+right after the text, and later rows of true features overwrite them. Where trees are verified, each
+step continues from several guesses.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""DSpark: a DFlash block with confidences, in which the previous token corrects the scores."""
+"""DSpark: a DFlash block with confidences, in which each token corrects the next row's scores."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class ConfidenceHead(Module):
 
 
 class DSpark(DFlash):
-    """A head that guesses from left to right, each time by scores that the last guess corrects."""
+    """A head that guesses from left to right; each guess corrects the scores of the next guess."""
 
     def __init__(self, head: Head) -> None:
         super().__init__(head)

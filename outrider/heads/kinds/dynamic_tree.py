@@ -1,7 +1,7 @@
 """Dynamic draft trees, which grow by level, as in EAGLE-2 (arXiv 2406.16858).
 
-A forward continues from the main guess of a level and from the likeliest other guesses: those with
-the greatest product of shares along their path.
+A forward continues from the chain's guess of a level and from the likeliest other guesses: those
+with the greatest product of shares along their path.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ def tree_rows(count: int) -> int:
 
 
 class Node(NamedTuple):
-    """A guess. `path` has the tokens from the text to this guess.
+    """A guess. `path` has the guesses after the text, up to this guess.
 
-    `shares` are the head's estimated probabilities of these tokens. `parent` is the row of the
-    previous guess, from 1 on; 0 is the text. The path's first `at` guesses are the chain's.
+    `shares` are the head's estimated probabilities of the guesses in `path`. `parent` is the row of
+    the previous guess, from 1 on; 0 is the text. The path's first `at` guesses are the chain's.
     """
 
     parent: int
@@ -59,7 +59,7 @@ class Tree:
         """The guesses that follow a guess beside the chain."""
 
     def add(self, row: int, tokens: Sequence[int], shares: Sequence[float]) -> None:
-        """Add the guesses after a row, the main guess first."""
+        """Add the guesses after a row, the chosen guess first."""
         parent = self.rows[row - 1] if row else Node(0, 0, [], [])
         on_chain = parent.at == len(parent.path)
         for i, (token, share) in enumerate(zip(tokens, shares, strict=True)):

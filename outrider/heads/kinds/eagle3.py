@@ -1,4 +1,4 @@
-"""EAGLE-3: a layer, or more, over features of several of the target's layers, step by step."""
+"""EAGLE-3: one or more layers that guess step by step from states of several target layers."""
 
 from __future__ import annotations
 

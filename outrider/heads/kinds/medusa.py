@@ -1,7 +1,7 @@
 """Medusa: independent heads on the target's final state of the token before the last.
 
-The target's own lm_head predicts the last committed token from that state, so the first head
-predicts the token after the last committed token, without having seen that token.
+The target's own lm_head predicts the last committed token from that state. So the first head
+predicts the token after the last committed token, without having seen the last committed token.
 """
 
 from __future__ import annotations

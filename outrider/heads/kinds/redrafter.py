@@ -23,7 +23,7 @@ from outrider.sampling.tensors import on
 class ReDrafter(HeadModel):
     """A head that keeps one feature a sequence and no keys or values.
 
-    Within a round, a state [2 * hidden size] is the context and then the recurrent state.
+    Within a round, a state [2 * hidden size] is the context, followed by the recurrent state.
     """
 
     def __init__(self, head: Head) -> None:

@@ -176,9 +176,10 @@ Global___CancelTokens: _TypeAlias = CancelTokens  # noqa: Y015
 
 @_typing.final
 class PauseTokens(_message.Message):
-    """The sequence's tokens are not read for now. The verifier leaves the sequence out of its steps,
-    and sends only tokens that it has already committed. gRPC's flow control could stop only the
-    whole stream. Does nothing for a sequence that has ended.
+    """The caller does not read the sequence's tokens for now. The verifier leaves the sequence out of
+    its steps, and sends only tokens that it has already committed. The message is needed because
+    gRPC's flow control could stop only the whole stream. The message does nothing for a sequence
+    that has ended.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -196,7 +197,7 @@ Global___PauseTokens: _TypeAlias = PauseTokens  # noqa: Y015
 
 @_typing.final
 class ResumeTokens(_message.Message):
-    """The sequence's tokens are read again."""
+    """The caller reads the sequence's tokens again."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

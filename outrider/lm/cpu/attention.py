@@ -87,7 +87,7 @@ class PagedBatch:
         if tree_starts:
             self._arrays += [array("q", tree_starts), array("Q", ancestors)]
         addresses = (numbers.buffer_info()[0] for numbers in self._arrays)
-        # Without trees, the addresses of their arrays are null.
+        # Without trees, the addresses of `tree_starts` and `ancestors` are null.
         self._batch = Batch(len(slot_mapping), len(first_rows), *addresses)
         self.pointer = ctypes.byref(self._batch)
 

@@ -2,9 +2,9 @@
 
 A model with int8 weights multiplies these in integers, and computes everything else in bfloat16.
 
-The `transformers` model stays: its modules hold the weights, and in a trial the logits of this
-forward must be about as near to the logits in float32 as those of the model's own forward. Any
-other model keeps running its own forward.
+The `transformers` model stays: its modules hold the weights. In a trial, the logits of this forward
+must be about as near to the logits in float32 as the logits of the model's own forward are. A model
+that fails this trial, or that the library does not support, keeps running its own forward.
 """
 
 from __future__ import annotations
@@ -152,10 +152,10 @@ class CpuDecoder:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Decode `count` tokens greedily for each of B one-token slices; return [count, B].
 
-        Considers token ids below `limit` only. Writes keys and values of the slices' tokens and of
-        all new tokens but the last to the caches; the caller provides pages for them. Also returns
-        the float32 logits of each forward, [count, B, V], or with `keep_logits` False the logits of
-        the last forward, [1, B, V].
+        Considers token ids below `limit` only. Writes to the caches the keys and values of the
+        slices' tokens and of all new tokens but the last; the caller provides pages for them. Also
+        returns the float32 logits of each forward, [count, B, V], or with `keep_logits` False the
+        logits of the last forward, [1, B, V].
         """
         slice_count = layout.token_ids.numel()
         shape_KBV = count if keep_logits else 1, slice_count, self._vocab_size

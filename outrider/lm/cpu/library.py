@@ -33,8 +33,8 @@ HWCAP2_I8MM = 1 << 13
 """ARM's matrix products of int8."""
 HWCAP2_BF16 = 1 << 14
 """ARM's products of bfloat16; Linux sets this bit only if bfdot, bfmmla and bfcvt are all there."""
-# Maps an ARM library to the capabilities that it needs in these two entries, best first. All known
-# processors with products of bfloat16 have the matrix products of int8, too.
+# Maps each ARM library, the best first, to the capabilities that it needs in these two entries. All
+# known processors with products of bfloat16 have the matrix products of int8, too.
 _ARM_BUILDS = {
     "_cpu_arm_bf16": (0, HWCAP2_BF16 | HWCAP2_I8MM),
     "_cpu_arm_dot": (HWCAP_ASIMDDP, 0),

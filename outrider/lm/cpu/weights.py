@@ -3,7 +3,8 @@
 Five things cost time besides the product itself:
 - safetensors maps its file, and reading mapped pages is a third slower than reading ordinary
   memory. So weights are copied out of the file.
-- Small pages are too many for the processor's TLB. So reordered weights lie in huge pages.
+- A weight has more small pages than the processor's TLB can hold. So reordered weights lie in huge
+  pages.
 - oneDNN reorders a bfloat16 weight for every product, unless it was reordered once beforehand.
 - Each product spends some 30 microseconds before it reads at full speed. So layers that share an
   input become one product.
@@ -30,8 +31,8 @@ from outrider.lm.fused_linear import SIBLINGS, FusedLinear, FusedLinearPart, Mak
 
 # This byte stands for zero in a weight of int8.
 _ZERO = 128
-# The number of a weight's rows that are quantised at a time: the lm_head of a large vocabulary has
-# gigabytes.
+# The number of a weight's rows that are quantised at a time: in float32, the whole lm_head of a
+# large vocabulary would take gigabytes.
 _ROWS = 4096
 
 
@@ -171,7 +172,7 @@ def _widened(numbers: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) ->
 
 
 def _blocks(count: int) -> Iterator[slice]:
-    """Yield slices of at most `_ROWS` of `count` rows."""
+    """Yield slices that cut `count` rows into blocks of at most `_ROWS` rows."""
     for start in range(0, count, _ROWS):
         yield slice(start, start + _ROWS)
 
@@ -271,8 +272,8 @@ def optimize_for_cpu(
 
     `siblings` are groups of names of layers; a group becomes one product if a module has all layers
     of the group. A reordered weight is no longer tied to an embedding, which keeps its own copy.
-    Subclasses of `torch.nn.Linear`, and weights that are not used through a layer, stay as they
-    are.
+    Subclasses of `torch.nn.Linear`, and weights that are not used through a layer, are copied but
+    not replaced.
 
     `int8` keeps the bfloat16 weights of layers in int8, which changes results. Layers whose input
     size is no multiple of `TiledLinear.BLOCK` stay in bfloat16; without the library, all layers do.

@@ -177,7 +177,7 @@ def join_projections(model: torch.nn.Module) -> None:
 
 
 def _return_memory() -> None:
-    """Return the memory of layers that were joined.
+    """Return to the device the memory of layers that were joined.
 
     If torch kept this memory reserved, nothing could use the gaps between the layers' memory.
     """

@@ -1,7 +1,7 @@
 """Runs whole forwards as CUDA graphs, each captured for a padded batch size (a bucket).
 
-One call launches the hundreds of kernels of a step. A graph repeats its kernels with the same
-addresses and the same numbers as arguments. So a forward's inputs lie in arrays with fixed
+One call launches a graph with the hundreds of kernels of a step. A graph repeats its kernels with
+the same addresses and the same numbers as arguments. So a forward's inputs lie in arrays with fixed
 addresses, all graphs share one block table, and the logits go to a fixed array too.
 """
 
@@ -106,7 +106,7 @@ class Graphs:
         device: torch.device,
         states: HiddenStates | None = None,
     ) -> None:
-        """Hold the graphs of `forward`, which `capture` creates.
+        """Hold the graphs of `forward`; `capture` creates these graphs.
 
         `forward` takes token ids [T], positions [T] and a layout, and returns logits [T, V].
         `forward` must not read the values of these tensors on the host. The graphs keep the hidden
@@ -260,7 +260,11 @@ def _up_to(most: int, sizes: Sequence[int]) -> list[int]:
 
 
 def _means(batch: int, bounds: Bounds) -> list[int]:
-    """Return the means to capture, up to the first with which `batch` reaches `bounds.tokens`."""
+    """Return the means to capture.
+
+    The last is the first mean with which `batch` sequences have `bounds.tokens` tokens or more, if
+    there is such a mean.
+    """
     means = _up_to(bounds.tokens_each, _MEANS)
     enough = sum(batch * mean < bounds.tokens for mean in means)
     return means[: enough + 1]
@@ -295,7 +299,8 @@ class _CudaCapture:
             _run_without_waits(run)
         before.wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
-        # Errors are thread-local, because other threads may use the device meanwhile.
+        # In this mode only the calls of this thread can break the capture: other threads may use
+        # the device meanwhile.
         capture = torch.cuda.graph(
             graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
         )

@@ -143,7 +143,7 @@ class Inputs:
         rows = bucket.rows
         by_token = ("token_ids", "slot_mapping", "logits_indices")
         # The 64-bit arrays come first, because their addresses must be multiples of 8. The arrays
-        # that grow by 1 with each token lie together, so that one kernel adds to them.
+        # whose numbers grow by 1 with each token lie together, so that one kernel adds to them.
         sizes = {
             "ancestors": 2 * rows,
             **dict.fromkeys(by_token, rows),

@@ -1,4 +1,4 @@
-"""Divides a GPU's memory: weights, the largest step with its graphs, and the KV cache.
+"""Divides a GPU's memory among weights, the largest step with its graphs, and the KV cache.
 
 The largest step is run and measured before the cache exists, as vLLM does.
 """

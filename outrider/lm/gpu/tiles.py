@@ -1,4 +1,4 @@
-"""Cuts attention on a GPU into tiles, parts and programs, whatever the sequences' lengths are.
+"""Cuts attention on a GPU into tiles, parts and programs, independently of sequence lengths.
 
 The order in which a row adds its keys decides the last bits of its result. Tiles of keys begin at
 fixed slots, and so do parts. So the order depends only on the number of query rows in a tile, and
@@ -112,9 +112,9 @@ def _stages(rows: int, keys: int, heads: Heads, card: Card) -> int:
     begins only after the tile before it is computed.
     """
     buffer_bytes = keys * (heads.key_lanes + heads.value_lanes) * heads.dtype.itemsize
-    # Groups of four warps (wgmma, tcgen05) need no shared memory for the weights of their rows, but
-    # read their operands there, so they use one tile more of it. Other warps exchange the weights
-    # in shared memory.
+    # Groups of four warps (wgmma, tcgen05) need no shared memory for the weights of their rows. But
+    # they read keys and values there while they compute, so with equal stages they need one buffer
+    # more than other warps. Other warps exchange the weights in shared memory.
     warp_groups = rows == _ROWS[-1] and card.major in (9, 10)
     other_bytes = rows * (heads.key_lanes + (0 if warp_groups else keys + 8)) * heads.dtype.itemsize
     alone = (card.shared_bytes - other_bytes) // buffer_bytes

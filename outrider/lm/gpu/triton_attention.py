@@ -9,8 +9,8 @@ the sizes of tiles and grid.
 
 A slot is a token's place among its sequence's keys. Tokens of a tree come after all committed
 tokens, so their slots are not their positions. Tiles of keys that end before the tree are computed
-as for a chain. Tiles begin at multiples of their length, wherever the tree begins: a tree's first
-path, which has the slots of a chain, gets exactly the result of that chain.
+as for a chain. Tiles begin at multiples of their length, wherever the tree begins. So a tree's
+first path, which has the slots of a chain, gets exactly the result of that chain.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def _tile_scores(  # type: ignore[no-untyped-def]  # the arguments are Triton te
 def _visible_ancestors(  # type: ignore[no-untyped-def]  # the arguments are Triton tensors
     words, hidden
 ):
-    """Return each row's ancestor bitmask without its lowest `hidden` bits that are set.
+    """Return each row's ancestor bitmask without the lowest `hidden` of its set bits.
 
     The row's window leaves out these ancestors: ancestors come before their descendants, so the
     lowest bits are the farthest.
@@ -190,7 +190,7 @@ def _tile_of(  # type: ignore[no-untyped-def]  # the arguments are Triton pointe
     """Return the sequence of a tile of rows, and the tile's number within the sequence.
 
     Sequence i has the tiles from cu_seqlens_q[i] * GROUP // ROWS + i on. This gives each sequence
-    enough numbers for all its rows, and at most one number too many.
+    enough tile numbers for all its rows, and at most one number too many.
     """
     low = 0
     high = sequence_count
@@ -297,14 +297,14 @@ def _attend(  # type: ignore[no-untyped-def]  # the arguments are Triton pointer
 ):  # fmt: skip
     """Attend for one tile of rows of one key/value head, over some parts of the keys.
 
-    The programs of a tile share its parts: program p takes part p and every n-th part after it,
-    where n is the second size of the grid.
+    The programs of a tile share the parts that the tile sees: program p takes number p of these
+    parts and every n-th part after it, where n is the second size of the grid.
 
     Without SPLIT all keys are one part, and results go to `out`. With SPLIT, the result of a part,
     normalised by itself, goes to `parts` [parts, T, heads, value size], and the logarithm of its
     divisor to `log_totals` [parts, T, heads]; `_join` adds the sinks. A long slice is not split:
     its results go to `out`, and each of its rows has infinity as its last logarithm, which tells
-    `_join` so.
+    `_join` that there are no parts.
     """
     head = tl.program_id(0) % KV_HEADS
     sequence, tile = _tile_of(

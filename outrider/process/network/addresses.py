@@ -66,7 +66,7 @@ class Addresses:
             await asyncio.sleep(_RESOLVE_S)
 
     async def refresh(self) -> None:
-        """Resolve all names at once. A name that cannot be resolved keeps its last answer."""
+        """Resolve all names, concurrently. A name that cannot be resolved keeps its last answer."""
         names = [entry for entry in self._entries if is_name(entry)]
         await asyncio.gather(*map(self._resolve, names))
 

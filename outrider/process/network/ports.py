@@ -9,8 +9,8 @@ import socket
 
 from outrider.errors import OutriderError, Reason
 
-# Linux gives outgoing connections ports above these. On one of these ports, an outgoing connection
-# could take the port of a server that is down for a moment.
+# Linux gives outgoing connections ports above these. If a server listened on one of those higher
+# ports, an outgoing connection could take the port while the server is down for a moment.
 _PORTS = range(20_000, 32_000)
 # Each process tries ports in its own order, and tries all ports before it repeats one.
 _candidates = itertools.cycle(random.sample(_PORTS, len(_PORTS)))

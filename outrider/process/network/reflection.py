@@ -16,7 +16,7 @@ _V1 = "grpc.reflection.v1"
 
 
 def serve_reflection(server: grpc.aio.Server, services: Iterable[str]) -> None:
-    """Serve gRPC's reflection of these services, given by full name, in both of its versions.
+    """Serve both versions of gRPC's reflection, for these services, given by full name.
 
     Both versions have the same messages; grpcio-reflection itself serves only the older version.
     """

@@ -48,8 +48,8 @@ SERVER_OPTIONS: list[tuple[str, Any]] = [
     ("grpc.max_concurrent_streams", MAX_STREAMS),
     ("grpc.so_reuseport", 0),
 ]
-# A lost peer is redialled quickly. The "min" is the maximum duration of one attempt: a connection
-# to another region needs several round trips, so a short attempt would never succeed there.
+# A lost peer is redialled quickly. The option "min" is the maximum duration of one attempt. A
+# connection to another region needs several round trips, so a short attempt would never succeed.
 CHANNEL_OPTIONS: list[tuple[str, Any]] = [
     *_COMMON_OPTIONS,
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -118,8 +118,9 @@ class Server:
     ) -> list[int]:
         """Listen on each `host:port` or `unix:/path`, with TLS and roles if files are given.
 
-        Returns the ports that were bound. Raises OutriderError(INVALID_VALUE) if the files are bad
-        or if an address cannot be bound; this error names `flag`, which gave the address.
+        Returns the ports that were bound. Raises OutriderError(INVALID_VALUE) if the files are bad.
+        Raises OutriderError(INVALID_VALUE) that names `flag`, the flag with the addresses, if an
+        address cannot be bound.
         """
         await self.set_serving(False)
         self._checks.has_roles = tls is not None

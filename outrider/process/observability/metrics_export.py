@@ -1,7 +1,7 @@
 """Lets Prometheus scrape metrics, and pushes the metrics of drafters that it cannot reach.
 
-Both ways read the same registry. Over OTLP, the name of each series has a dot in place of the
-colon: `outrider.name` for `outrider:name`.
+Scrapes and pushes read the same registry. Over OTLP, the name of each series has a dot in place of
+the colon: `outrider.name` for `outrider:name`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def serve_metrics(
 ) -> None:
     """Serve /metrics in a thread of its own if the settings name a port.
 
-    With TLS, scrapers need a certificate of any role that an authority of `tls.ca` has signed.
+    With TLS, scrapers need a certificate, of any role, signed by an authority of `tls.ca`.
     Raises OutriderError(INVALID_VALUE) if the port cannot be bound or the files are bad.
     """
     if not settings.metrics_port:

@@ -49,7 +49,7 @@ class Output(io.TextIOBase):
         return len(text)
 
     def finish(self, timeout_s: float) -> None:
-        """Write the queued text, for at most about `timeout_s`, and end the thread."""
+        """Write the queued text, for at most about twice `timeout_s`, and end the thread."""
         self._ending.set()
         with contextlib.suppress(queue.Full):
             self._waiting.put(None, timeout=timeout_s)

@@ -17,7 +17,7 @@ from outrider.process.security.tls import Tls, expires_at
 def add_process_metrics(
     registry: CollectorRegistry, is_ready: Callable[[], bool], tls: Mapping[str, Tls | None]
 ) -> None:
-    """Add the metrics to a registry, once for each process.
+    """Add the metrics to a registry. Each process calls this once.
 
     `tls` maps the prefix of TLS settings' names to the files of these settings. `is_ready` may be
     called on any thread.

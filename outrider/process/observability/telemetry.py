@@ -34,7 +34,7 @@ from outrider.process.runtime import exit_now
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
 
 LAST_SEND_S = 3.0
-"""The seconds that an export to a collector may take, also the last export of a process."""
+"""The seconds that each export to a collector may take, a process's last export included."""
 
 LogFormat = Literal["text", "json"]
 Attribute = str | int | float | bool | Sequence[str]
@@ -122,7 +122,7 @@ NO_SPAN = Span(None)
 
 
 def enabled() -> bool:
-    """Return whether tracing is on, so that this process exports spans."""
+    """Return whether tracing is on, that is, whether this process exports spans."""
     return _tracer is not None
 
 

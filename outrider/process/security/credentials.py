@@ -42,7 +42,7 @@ def name_options(address: str, server: Role | None) -> list[tuple[str, str]]:
 
 
 def server_credentials(tls: Tls) -> grpc.ServerCredentials:
-    """Return credentials whose files are read again by each new connection if they have changed.
+    """Return credentials whose files are read again for a new connection if they have changed.
 
     Clients need a certificate if the files have authorities. Raises OutriderError(INVALID_VALUE) if
     the files are bad.

@@ -18,7 +18,7 @@ from outrider.process.settings.config import ServiceSettings
 
 # Settings of this command, which the process itself does not use.
 _OWN = {"config", "check_config"}
-# The process creates these paths itself.
+# Settings with paths that the process creates itself.
 _MADE = {"uds"}
 _URL = re.compile(r"^(?P<scheme>[A-Za-z][\w+.-]*)://(?P<rest>.*)$", re.DOTALL)
 _HIDDEN = "***"
@@ -27,7 +27,7 @@ _HIDDEN = "***"
 def check_config(
     settings: ServiceSettings, program: str, check: Callable[[], object] = lambda: None
 ) -> None:
-    """Print the settings as YAML, without passwords and keys, if the process could use them.
+    """If the process could use the settings, print them as YAML, without passwords and keys.
 
     `check` raises OutriderError for problems that only this process can find. If there is a
     problem, the command prints one sentence and exits with status 1.

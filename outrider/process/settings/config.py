@@ -359,7 +359,10 @@ def need_vllm() -> None:
 
 
 def need_models() -> None:
-    """Raise OutriderError(INTERNAL) that names missing libraries and the extra that has them."""
+    """Raise OutriderError(INTERNAL) if libraries are missing.
+
+    The error names these libraries and the extra that has them.
+    """
     missing = [name for name in MODEL_LIBRARIES if find_spec(name) is None]
     if missing:
         need = f"running a model needs {', '.join(missing)}"

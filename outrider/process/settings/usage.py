@@ -18,7 +18,7 @@ _OTHERS = "Options"
 
 
 def invoke(command: click.Command, program: str, arguments: Sequence[str]) -> Any:
-    """Return the command's result, or its exit status.
+    """Return the command's result, or the exit status if click ended the command, as for --help.
 
     Prints the reason and exits with status 2 if the arguments are wrong.
     """

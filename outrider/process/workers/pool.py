@@ -40,7 +40,7 @@ class OutOfTime(WorkerError):
 
 
 class OutOfMemory(WorkerError):
-    """The worker needed more memory than its limit."""
+    """The worker needed more memory than its limit, or crashed."""
 
 
 class WorkerLost(WorkerError):
@@ -80,7 +80,7 @@ class WorkerSource:
         self._control = own
         self._loaded = False
         own.settimeout(_LOAD_S)
-        # The worker has our import path; -P keeps the working directory out of that path.
+        # The new process gets our import path; -P keeps the working directory out of it.
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         command = [sys.executable, "-P", "-m", wire.__name__, str(other.fileno()), self._program]
         process = subprocess.Popen(
@@ -172,8 +172,8 @@ class Worker:
 
         A worker that another process killed, perhaps before this call, is replaced once. Raises
         OutOfTime, also if no answer comes within five times as long by the wall clock; OutOfMemory;
-        WorkerLost if the second worker was killed too; or WorkerError. If the process was killed,
-        the next call has a new process.
+        WorkerLost if the second worker was killed too, or if no worker could be started; or
+        WorkerError. After a kill, the next call has a new process.
         """
         try:
             return self._call(request, seconds)

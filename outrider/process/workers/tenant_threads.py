@@ -28,10 +28,10 @@ class TenantThreads:
 
     A free thread takes the work of the tenant with the fewest running pieces of work. If several
     tenants have the fewest, it takes the work of the tenant that was served longest ago. If `each`
-    is given, a tenant has at most `each` threads. If not, a tenant never has all of several
-    threads, so that another tenant need not wait for running work. Each thread has a stack of
-    `stack_bytes`, if given, and runs at the priority `nice`, where the system has priorities of
-    threads.
+    is given, a tenant has at most `each` threads. If not, and there are several threads, a tenant
+    never has all of them, so that another tenant need not wait for running work. Each thread has a
+    stack of `stack_bytes`, if given, and runs at the priority `nice`, where the system has
+    priorities of threads.
 
     All slow tenants together leave `spare` threads free, so that another tenant need not wait,
     however many slow tenants there are. A tenant is slow while it has used up its budget: 2 s

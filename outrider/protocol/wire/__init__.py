@@ -1,1 +1,1 @@
-"""Converts between protos and domain objects, and checks every message that comes in."""
+"""Converts between protos and plain data, and checks the messages that come in, except chunks."""

@@ -1,4 +1,4 @@
-"""Joins messages that wait to be sent into batches."""
+"""Gathers into batches the messages that wait to be sent."""
 
 from __future__ import annotations
 

@@ -73,9 +73,8 @@ def hello_from_proto(proto: drafts_pb2.Hello) -> d.Hello:
 def feature_request_from_proto(hello: drafts_pb2.Hello) -> d.FeatureRequest | None:
     """Check and convert a Hello's request for features.
 
-    Return None if there is no such request, and if its type of numbers is one that only a later
-    version knows. Whether the target has these layers is checked elsewhere. Raises
-    OutriderError(INVALID_VALUE).
+    Return None if there is no such request, or if only a later version knows its type of numbers.
+    Whether the target has these layers is checked elsewhere. Raises OutriderError(INVALID_VALUE).
     """
     if drafts_pb2.CAPABILITY_FEATURES not in hello.capabilities:
         return None
@@ -314,7 +313,7 @@ def _window_to_proto(window: d.Window) -> drafts_pb2.Window:
 def step_from_proto(proto: drafts_pb2.StepBatch, vocab_size: int) -> d.StepBatch:
     """Check and convert a step; raise OutriderError that names the field.
 
-    Values that only a later version knows cost at most guesses: an unknown distribution counts as
+    Values that only a later version knows can cost only guesses: an unknown distribution counts as
     ONE_HOT, and a grammar of an unknown kind counts as no grammar. The reason of a Closed is
     ignored.
     """

@@ -68,7 +68,7 @@ def _latencies(sample: Sample) -> Figures:
 def _drafts(counters: Mapping[str, float]) -> Figures:
     """Return acceptance as vLLM defines it, and further figures of drafts.
 
-    `lookup_RESULT` is the share of commits with this result of `LOOKUPS`.
+    `lookup_RESULT` is the share of commits whose lookup had this one of the results `LOOKUPS`.
     """
     tokens = counters.get("generation_tokens", 0.0)
     drafted = counters.get("spec_decode_num_draft_tokens", 0.0)

@@ -80,7 +80,7 @@ class Results:
     rows: list[Row] = field(default_factory=list)
 
     def found(self) -> list[tuple[Cell, Source]]:
-        """Return cells with results, and the source that tables show: measured, else predicted."""
+        """Return cells with results, each with its source in tables: measured, else predicted."""
         known = [[s for s in SOURCES if (cell.key, s) in self.measurements] for cell in self.cells]
         return [(cell, of[0]) for cell, of in zip(self.cells, known, strict=True) if of]
 
@@ -113,8 +113,9 @@ class Results:
 def read(folder: Folder) -> Results:
     """Read a run's folder.
 
-    Raises ValueError that names the file and field for a folder without run.json, for an
-    experiment that does not fit the schema, and for a run without any measurement.
+    Raises ValueError for a folder without run.json, for an experiment that does not fit the
+    schema, and for a run without any measurement. The error names the file or folder, and the
+    wrong field if there is one.
     """
     file = folder.path / "run.json"
     try:

@@ -32,8 +32,8 @@ from verifier_svc.state.sequence import Sequence
 from verifier_svc.verification.batch import DraftVerifier
 
 _CONTEXT = 64
-# The engine's clock begins at this time. Floats of this size are coarser than events' times, so
-# even the shortest wait of the engine moves the time of its event.
+# The engine's clock begins at this time. Neighbouring floats are farther apart here than at the
+# times of events, so even the engine's shortest wait makes the time of its event later.
 _EPOCH_S = 1024.0
 _MOST_ADVANCES = 10_000
 

@@ -131,7 +131,7 @@ def _check_roster(engine: Engine) -> None:
 
 
 def check_batch(token_counts: SequenceOf[int], max_batch_tokens: int) -> None:
-    """Check the size of a forward: at most the limit, or one token of each sequence."""
+    """Check that a forward has at most the limit of tokens, or else one token of each sequence."""
     if sum(token_counts) > max(max_batch_tokens, len(token_counts)):
         broken("a forward keeps to max_batch_tokens", f"{token_counts} for {max_batch_tokens}")
 

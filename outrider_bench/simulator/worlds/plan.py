@@ -9,7 +9,7 @@ from typing import Literal
 from outrider_bench.simulator.worlds.requests import REQUEST_COUNT, wanted_tokens
 
 Manner = Literal["honest", "forger", "flooder"]
-# On average, one of three drafters is hostile. A forger sends messages that no delay explains. A
+# On average, one of three drafters is dishonest. A forger sends messages that no delay explains. A
 # flooder's single messages are allowed, but sometimes there are more than the verifier permits.
 _MANNERS: list[Manner] = ["honest", "honest", "honest", "honest", "forger", "flooder"]
 _FAULTS_UNTIL_S = 0.3

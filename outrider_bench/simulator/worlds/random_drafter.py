@@ -25,7 +25,7 @@ from verifier_svc.state.drafter import Drafter
 _REDIAL_S = 0.01
 # The seconds until a drafter dials again after any refusal but DRAFTER_ID_TAKEN.
 _LATER_S = 0.2
-# The time until both ends notice that a connection is lost.
+# The time until the drafter notices a lost message, and the verifier a lost connection.
 _NOTICE_S = 0.03
 _FORGES = 0.5
 _FLOOD = 12
@@ -144,7 +144,7 @@ class Connection:
             self._events.after(_NOTICE_S, self.lose)
 
     def _arrive(self, batch: DraftBatch) -> None:
-        """Take an arriving message of the drafter; its form was checked before."""
+        """Take an arriving message of the drafter, whose form is right."""
         self._world.counts["draft messages"] += 1
         handle = self._handle
         if handle is None:
@@ -303,7 +303,7 @@ class Connection:
 
 
 def _result(coroutine: Coroutine[Any, Any, DraftBatch]) -> DraftBatch:
-    """Run a coroutine that never waits."""
+    """Run a coroutine that never waits; return its result."""
     try:
         coroutine.send(None)
     except StopIteration as done:

@@ -76,7 +76,7 @@ class PagedTarget:
             self._cache[target] = token
 
     def _rows(self, part: SequenceSlice) -> list[int]:
-        """Write a slice, and find the table's rows of its last `logit_count` tokens."""
+        """Write a slice, and find the rows of `_TABLE` for its last `logit_count` tokens."""
         size = self._page_size
         cache = self._cache
         slots = [part.pages[slot // size] * size + slot % size for slot in range(part.end)]
@@ -92,7 +92,7 @@ class PagedTarget:
         for token in tokens[:first]:
             found = (found * _FACTOR + token + 1) % _PRIME
             states.append(found)
-        # The state of each row: after the chain, and after the tree's tokens.
+        # `by_row` has the state after the chain, then the state after each token of the tree.
         by_row = states[-1:]
         for token, parent in zip(tokens[first:], part.parents, strict=True):
             by_row.append((by_row[parent] * _FACTOR + token + 1) % _PRIME)

@@ -9,7 +9,7 @@ from outrider_bench.simulator.events import Events
 
 
 class UnreliableLink:
-    """Delivers messages late, and on demand in another order, twice, or never.
+    """Delivers messages late, and on demand in another order, several times, or never.
 
     A partition holds messages back until it ends, as TCP does.
     """

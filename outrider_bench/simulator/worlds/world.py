@@ -26,7 +26,7 @@ class World:
         return CheckedVerifier(self.events, name, self.plan.engine, self.counts)
 
     def random(self, name: str) -> Random:
-        """Return an actor's own generator: a world that lacks another actor changes little."""
+        """Return an actor's own generator, so that a world without another actor changes little."""
         return Random(f"{self.plan.seed} {name}")
 
     def note(self, what: str) -> None:

@@ -44,7 +44,7 @@ last = scripted.responses.create(
 )
 check_loop(last.output_text)
 
-# A call that `max_output_tokens` cuts off is sent back unchanged, or continued by its id.
+# An answer with a call that `max_output_tokens` cut off is sent back unchanged, or named by its id.
 note: Any = {
     "type": "function",
     "name": "note",
@@ -67,7 +67,7 @@ assert by_items.usage
 assert by_id.usage
 assert by_items.usage.input_tokens == by_id.usage.input_tokens
 
-# The client reads an answer that the gateway has kept.
+# The client reads the input and the events of an answer that the gateway has kept.
 items = [item.type for item in real.responses.input_items.list(by_id.id, order="asc")]
 assert items == ["message", "function_call", "function_call_output", "message"], items
 counted = real.responses.input_tokens.count(input=QUESTION, model=MODEL)

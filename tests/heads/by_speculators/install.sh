@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Makes build/speculators, an environment for a project that trains heads. That project's code needs
-# an older transformers than Outrider's tests. All else, torch too, comes from the environment that
-# `make` has installed. If build/speculators already has this list's packages, nothing is done.
+# an older transformers than Outrider's tests do. All else, torch too, comes from the environment
+# that `make` has installed. If build/speculators already has the packages of requirements.txt,
+# nothing is done.
 set -euo pipefail
 cd "$(dirname "$(realpath "$0")")/../../.."
 into=build/speculators

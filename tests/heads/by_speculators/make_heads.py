@@ -125,7 +125,7 @@ def run_eagle3(case: Case) -> tuple[Any, Values]:
 def run_peagle(case: Case) -> tuple[Any, Values]:
     """Return the model, and for each context the scores of one pass.
 
-    The scores are those of the pass's last `STEPS` rows: its last token at each depth.
+    The scores are those of the pass's last `STEPS` rows, which are its last token at each depth.
     """
     model = made(
         peagle.PEagleDraftModel,

@@ -363,7 +363,7 @@ def eagle(seed: int) -> None:
     del sizes["attn_implementation"]
     sizes["head_dim"] = HIDDEN // 4
     config = EConfig(**sizes, num_hidden_layers=1, hidden_act="silu")
-    # When this code was written, transformers' configs did not always state a scaling.
+    # When SafeAILab wrote its code, transformers' configs did not always state a scaling.
     config.rope_scaling = None
     model = Model(config, bias=True)
     randomise(model)

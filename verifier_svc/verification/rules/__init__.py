@@ -1,4 +1,4 @@
-"""The acceptance rules that compute with probabilities: pure functions of these and of noise.
+"""The acceptance rules that compute with probabilities: pure functions of probabilities and noise.
 
 The rules use no sequences, streams or settings. TOKEN_WISE and BLOCK are in `sampled_drafts.py`;
 TYPICAL and RELAXED are in `lossy.py`. GREEDY and COUPLED compare tokens, and SYNTHETIC compares

@@ -26,7 +26,7 @@ export type Guesses = number[] | {
   /** The distribution of each drawn token; sent where `Opened.distribution` is SPARSE. */
   distributions?: SparseDistribution[];
 };
-/** Guesses that `tokens` follow the first `at` guesses, instead of the other guesses. */
+/** Guesses that `tokens` follow the first `at` guesses, instead of the later guesses. */
 export type Branch = { at: number; tokens: number[]; confidences?: number[] };
 
 export interface Strategy {

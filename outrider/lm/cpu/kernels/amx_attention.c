@@ -1,5 +1,6 @@
-// Attention over a paged cache in bfloat16 by AMX. For layers without a window and sinks, this code
-// computes the same as paged_attention.c, in less time if several tokens are verified.
+// Attention over a paged cache in bfloat16 by AMX. For layers with neither a window nor sinks, this
+// code computes the same as paged_attention.c, and takes less time than it if several tokens are
+// verified.
 //
 // Scores are keys · queries rather than queries · keys. So keys are read as they lie in the cache,
 // and a vector has one key's scores for 16 queries, so that the softmax needs no sum or maximum
@@ -35,7 +36,7 @@ struct work {
   // A tile's row has 16 dimensions of the values of a pair of keys.
   uint16_t values[CHUNK / BLOCK][MOST_HEAD_SIZE / TILE_ROWS][TILE_ROWS][TILE_DEPTH];
   float sums[QUERY_TILES * TILE_ROWS][MOST_HEAD_SIZE];
-  // The addresses in the cache of each 16 positions of the chunk.
+  // The addresses in the cache of every 16 positions of the chunk.
   const uint16_t *keys[CHUNK / TILE_ROWS], *cached_values[CHUNK / TILE_ROWS + 1];
   vec max_score[QUERY_TILES], total[QUERY_TILES];
   ivec last[QUERY_TILES];  // the last position that a query sees, -1 for none

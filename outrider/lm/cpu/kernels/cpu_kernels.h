@@ -123,9 +123,9 @@ INLINE vec largest(vec a, vec b) {
 #endif
 }
 
-// add_dots adds the products of LANES pairs of bfloat16 with one pair to `sum`. HAS_DOTS: the
-// processor does this in one instruction. interleave makes pairs of the elements of a and b, the
-// first LANES pairs in out[0].
+// add_dots adds the products of LANES pairs of bfloat16 with one pair to `sum`. HAS_DOTS is 1 if
+// the processor does this in one instruction. interleave makes pairs of the elements of a and b,
+// the first LANES pairs in out[0].
 #if defined(__AVX512BF16__)
 #define HAS_DOTS 1
 INLINE vec add_dots(vec sum, vec pairs, uint32_t pair) {
@@ -159,7 +159,7 @@ INLINE void interleave(vec a, vec b, vec out[2]) {
 INLINE vec add_dots(vec sum, vec pairs, uint32_t pair) {
   uvec both = pair - (uvec){0};
   // Without this line, the compiler would split the pair in ordinary registers and move both halves
-  // to vectors. That took a third more time than to split the pair in vectors.
+  // to vectors. That took a third more time than splitting the pair in vectors.
   __asm__("" : IN_VECTOR(both));
   sum += (vec)(both << 16) * (vec)((uvec)pairs << 16);
   return sum + (vec)(both & 0xffff0000) * (vec)((uvec)pairs & 0xffff0000);

@@ -168,7 +168,7 @@ static int64_t qkv_width(const struct layer *cache) {
   return (cache->heads + 2 * cache->kv_heads) * cache->head_size;
 }
 
-// Returns the number of elements that, in int8, a row of the widest input of a product takes; 0
+// Returns the number of elements of memory that a row of a product's widest input takes in int8; 0
 // without INT8.
 static int64_t room_width(const struct decoder *decoder) {
   int64_t attended = decoder->layers->cache.heads * decoder->layers->cache.head_size;
@@ -229,8 +229,8 @@ static void run_attention(const struct decoder *decoder, const struct decoder_la
   barrier_wait(pool);
   struct rows query = {buffers->qkv, cache->head_size, width};
   configure_attention();
-  // Heads are adjacent in the cache, so one thread reads them best, if there are enough slices for
-  // all threads and no long prompt.
+  // The heads of a slice are adjacent in the cache. So one thread reads all of them, if there are
+  // enough slices for all threads and no long prompt.
   int enough = batch->slice_count >= 4 * pool->size && batch->token_count < 8 * batch->slice_count;
   int64_t at_once = enough ? cache->kv_heads / split.kv_heads * split.parts : 1;
 #pragma omp for schedule(dynamic, at_once) nowait

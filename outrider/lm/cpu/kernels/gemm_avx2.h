@@ -15,10 +15,10 @@
 #define VECTORS (BLOCK / LANES)
 // Columns of a line of weights: the whole block.
 #define LINE BLOCK
-// The size in bytes of the tiles that a pass takes at once for more than FEW_ROWS rows. So many
-// rows take longer to compute than the tiles take to arrive: with one tile at a time, nine rows
-// took a twentieth more time than with four. Up to FEW_ROWS rows take one tile at a time: with four
-// tiles, three rows took a quarter more time than with one.
+// The size in bytes of the tiles that a pass takes at once for more than FEW_ROWS rows. More than
+// FEW_ROWS rows take longer to compute than the tiles take to arrive: with one tile at a time, nine
+// rows took a twentieth more time than with four tiles at a time. Up to FEW_ROWS rows take one tile
+// at a time: with four tiles at a time, three rows took a quarter more time than with one tile.
 #define PASS_BYTES 8192
 #define FEW_ROWS 3
 // Distance in bytes at which weights are prefetched, in the next block if need be.

@@ -22,7 +22,8 @@ INLINE int64_t choose_tile_rows(int64_t rows) {
   return TILE_ROWS;
 }
 
-// The sums of two rows and two columns, by row.
+// The sums of a pair of rows. Each vector has the sums of two columns for the first row, then those
+// for the second row.
 typedef float32x4_t sums_of_pair[BLOCK / LINE][LINE_VECTORS];
 
 // Adds the products with one part of a tile of weights to the sums of `n` pairs of rows. x has the

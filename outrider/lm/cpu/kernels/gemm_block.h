@@ -2,8 +2,8 @@
 // of AVX512-BF16 or by ARM's bfmmla; else by vectors of floats. A row's result does not depend on
 // the other rows, because its sums are always taken in the same order.
 //
-// Including files define BFLOAT16: 1 if inputs and weights are bfloat16, 0 if they are float. With
-// INT8 as well, weights are int8, and products are of integers.
+// A file that includes this file defines BFLOAT16: 1 if inputs and weights are bfloat16, 0 if they
+// are float. With INT8 as well, weights are int8, and products are of integers.
 #pragma once
 
 #include "cpu_kernels.h"

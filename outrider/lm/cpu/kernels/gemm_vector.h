@@ -21,12 +21,12 @@
 // an EPYC (Zen 4) 16 rows then take 0.85 to 0.95 of the time that they take without this
 // prefetching.
 #define PREFETCHES_NEXT(rows) ((rows) > ACC_ROWS && (rows) <= ROWS)
-// With AVX-512 a single row needs no prefetching: on an EPYC (Zen 5) it made forwards of one thread
-// take 1.08 to 1.11 times as long.
+// With AVX-512 a single row needs no prefetching: on an EPYC (Zen 5), forwards of one thread took
+// 1.08 to 1.11 times as long with prefetching as without it.
 #define PREFETCHES_OWN(rows) ((rows) > 1 || LANES < 16)
 // Distance in bytes at which a block prefetches its own weights. The distance is two pages, because
-// the processor's own prefetching stops at the end of each page. With it, 8 rows on an EPYC (Zen 4)
-// took 0.57 of the time that they took with 1 KiB, or without prefetching.
+// the processor's own prefetching stops at the end of each page. With this distance, 8 rows on an
+// EPYC (Zen 4) took 0.57 of the time that they took with 1 KiB, or without prefetching.
 #define PREFETCH_DISTANCE 8192
 
 // Returns the tile_rows of an input with `rows` rows: the rows of one pass over the weights, about

@@ -2,8 +2,8 @@
 //
 // Keys and values are read in place, once for all query heads that share them, and the softmax is
 // updated on the way (Milakov and Gimelshein, arXiv 1805.02867; FlashAttention, Dao et al., arXiv
-// 2205.14135). A block has as many keys as a vector has lanes. Its keys are transposed, so that
-// each lane sums the score of one key and no sum goes across lanes.
+// 2205.14135). A block has at most as many keys as a vector has lanes. Its keys are transposed, so
+// that each lane sums the score of one key and no sum goes across lanes.
 //
 // Plain C with GCC's vectors, called through ctypes; ../attention.py declares the same structures.
 // The library shares OpenMP's runtime, and so its threads, with torch.
