@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
 from operator import sub
+
+import httpx
 
 from outrider_bench.experiment.load import Asked, Played, digest, play
 from outrider_bench.experiment.records import DRAFTED, LinkTraffic, Measurement
 from outrider_bench.experiment.spec import Experiment
 from outrider_bench.experiment.stack import Drafting, Server
 from outrider_bench.experiment.traffic import Encoder, Request, requests_of, warm_up_of
+
+_EXIT_S = 1.0
 
 
 @dataclass(slots=True)
@@ -45,7 +50,14 @@ class Bench:
     async def _play(
         self, requests: Sequence[Request], experiment: Experiment, asked: Asked
     ) -> Played:
-        return await play(requests, experiment.workload.batch, self.server.endpoint, asked)
+        """Play the requests; raise StackFailed if the verifier or its gateway ends meanwhile."""
+        try:
+            return await play(requests, experiment.workload.batch, self.server.endpoint, asked)
+        except httpx.TransportError:
+            # A process that is about to exit resets its connections first.
+            await asyncio.sleep(_EXIT_S)
+            await self.server.processes.check()
+            raise
 
     async def _cpu_s(self) -> dict[str, float]:
         found = await self.server.processes.cpu_s()

@@ -252,6 +252,10 @@ def test_lossy_acceptance_is_never_sampled_and_says_so() -> None:
     assert acceptance_rule(exact, None, True).lossy
 
 
+def test_synthetic_rates_bear_a_step_that_only_reads_prompts() -> None:
+    assert accept(torch.zeros(0, 4), [], (0.5,)) == []
+
+
 @pytest.mark.parametrize(
     ("rates", "tokens", "parents", "expected"),
     [

@@ -74,7 +74,7 @@ class Acceptance:
         self._own_tokens: _OwnTokens | None = None
         self._synthetic_R: Staged | None = None
         needs_probs = [draft for draft in drafts if draft.needs_probs]
-        if not synthetic_rates and not needs_probs:
+        if not drafts or (not synthetic_rates and not needs_probs):
             return  # every rule is GREEDY and needs only each row's likeliest token
         self._rows = Rows(drafts, staging)
         if needs_probs:
