@@ -284,10 +284,20 @@ def _templates(model: str, config: Mapping[str, Any]) -> dict[str, str]:
     if not all(isinstance(text, str) for pair in named.items() for text in pair):
         message = f"{model}: its chat_template must be a text, or a list with name and template"
         raise invalid("tokenizer", message)
-    path = model_file(model, "chat_template.jinja")
-    if path is not None:
-        named = {DEFAULT: path.read_text(encoding="utf-8")}
-    path = model_file(model, f"additional_chat_templates/{TOOL_USE}.jinja")
-    if path is not None:
-        named[TOOL_USE] = path.read_text(encoding="utf-8")
+    alone = _template_file(model, "chat_template.jinja")
+    if alone is not None:
+        named = {DEFAULT: alone}
+    for_tools = _template_file(model, f"additional_chat_templates/{TOOL_USE}.jinja")
+    if for_tools is not None:
+        named[TOOL_USE] = for_tools
     return {name: text for name, text in named.items() if name in (DEFAULT, TOOL_USE)}
+
+
+def _template_file(model: str, name: str) -> str | None:
+    path = model_file(model, name)
+    if path is None:
+        return None
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as cause:
+        raise invalid("tokenizer", f"{model}: its {name} is not UTF-8: {cause}") from cause

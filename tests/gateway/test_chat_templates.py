@@ -179,6 +179,18 @@ def test_a_chat_template_of_another_type_is_an_error_at_the_start(
     assert (caught.value.reason, caught.value.field) == (Reason.INVALID_VALUE, "tokenizer")
 
 
+@pytest.mark.parametrize(
+    "name", ["chat_template.jinja", "additional_chat_templates/tool_use.jinja"]
+)
+def test_a_template_that_is_not_utf8_is_an_error_at_the_start(name: str, tmp_path: Path) -> None:
+    model = model_with_template(tmp_path, PLAIN)
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_bytes(b"\xff")
+    with pytest.raises(OutriderError, match=f"its {name} is not UTF-8") as caught:
+        Prompts(model)
+    assert (caught.value.reason, caught.value.field) == (Reason.INVALID_VALUE, "tokenizer")
+
+
 def test_the_bundled_template_gets_objects(prompts: Prompts) -> None:
     """The model was trained with arguments as objects. `transformers` renders the same text."""
     messages = [Message.model_validate(message).for_template() for message in TALK]
