@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from outrider.errors import invalid
+from outrider.errors import OutriderError, invalid
 
 
 def find_device(name: str) -> torch.device:
@@ -17,14 +17,20 @@ def find_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError as cause:
-        raise invalid("device", f"must be auto, cpu or cuda:N, not {name}") from cause
-    if device.type != "cuda":
+        raise _unknown(name) from cause
+    if device.type == "cpu":
         return device
+    if device.type != "cuda":
+        raise _unknown(name)
     index = device.index or 0
     count = torch.cuda.device_count()
     if index >= count:
         raise invalid("device", f"is {name}, but torch finds {count} CUDA devices")
     return torch.device("cuda", index)
+
+
+def _unknown(name: str) -> OutriderError:
+    return invalid("device", f"must be auto, cpu or cuda:N, not {name}")
 
 
 def gpu_uuid(device: torch.device) -> str:

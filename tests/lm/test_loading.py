@@ -244,6 +244,7 @@ def test_a_damaged_weight_file_is_named(tmp_path: Path) -> None:
     [
         ("dtype", "int8", "dtype must be one of auto, float32, bfloat16, float16, not int8"),
         ("device", "abacus", "device must be auto, cpu or cuda:N, not abacus"),
+        ("device", "meta", "device must be auto, cpu or cuda:N, not meta"),
         ("device", "cuda:99", "device is cuda:99, but torch finds"),
     ],
 )
