@@ -5,7 +5,7 @@ Each error has a reason, a gRPC status, a retry rule, an HTTP status and an Open
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from dataclasses import field as dataclass_field
 from enum import Enum
 from typing import NamedTuple
@@ -114,7 +114,7 @@ class OutriderError(Exception):
         The path is put before the field, and before the error's message, which begins with the
         field.
         """
-        return OutriderError(self.reason, f"{path}.{self.message}", f"{path}.{self.field}")
+        return replace(self, message=f"{path}.{self.message}", field=f"{path}.{self.field}")
 
 
 def invalid(field_name: str, message: str) -> OutriderError:
