@@ -28,7 +28,6 @@ from pydantic import (
     ConfigDict,
     Field,
     ValidationError,
-    model_validator,
 )
 
 from outrider.errors import invalid
@@ -47,7 +46,6 @@ def _at_midnight(value: Any) -> Any:
 
 
 _Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
-_OF_A_MINUTE = ("requests_per_minute", "tokens_per_minute", "sequences_per_minute")
 Role = Literal["tenant", "operator"]
 
 
@@ -73,18 +71,6 @@ class KeyEntry(BaseModel):
 
     concurrent_sequences: Annotated[int | None, Field(ge=1, le=10**12)] = None
     """The most sequences (prompts times n) that the key may have under way at once at a gateway."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_minutes(cls, given: Any) -> Any:
-        """Refuse a limit per minute in an older file: nothing enforces such limits any more."""
-        for name in _OF_A_MINUTE:
-            if isinstance(given, dict) and name in given:
-                raise ValueError(
-                    f"{name} is no field of a key any more; set the limit in an API gateway in"
-                    " front of this one, and remove the field"
-                )
-        return given
 
 
 def check_distinct(entries: tuple[KeyEntry, ...]) -> tuple[KeyEntry, ...]:

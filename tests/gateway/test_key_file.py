@@ -28,10 +28,6 @@ from tests.gateway.keyed_rig import ALICE, BOB, entry
             "keys: [{id: a, tenant: t, sha256: {h}, concurrent_sequences: 0}]",
             "concurrent_sequences",
         ),
-        (
-            "keys: [{id: a, tenant: t, sha256: {h}, tokens_per_minute: 9}]",
-            "keys.0: tokens_per_minute is no field of a key any more; set the limit in an API ",
-        ),
         ("keys: [{id: a, tenant: t, sha256: {h}, expires: 2026-01-01T00:00:00}]", "expires"),
         ("keys: [{id: a, tenant: t, sha256: {h}, expires: 2026-02-30}]", "a value in it"),
         ("{", "is not YAML"),
