@@ -68,9 +68,9 @@ def _print_version(context: click.Context, _: click.Parameter, is_wanted: bool) 
 def app() -> None:
     """Disaggregated speculative decoding.
 
-    A shell completes commands and flags after
-    eval "$(_OUTRIDER_COMPLETE=bash_source outrider)"; with zsh_source in zsh, and in fish
-    _OUTRIDER_COMPLETE=fish_source outrider | source.
+    bash completes commands and flags after
+    `eval "$(_OUTRIDER_COMPLETE=bash_source outrider)"`, zsh after the same with zsh_source, and
+    fish after `_OUTRIDER_COMPLETE=fish_source outrider | source`.
     """
 
 

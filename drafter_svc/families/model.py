@@ -139,7 +139,8 @@ class ModelFamily(Family):
             draft.kv, branch.kv = branch.kv, draft.kv
             held += branch.run
         if not draft.has_unknown_ids:
-            # Read the last token again if the text did not become longer for the draft model.
+            # If the text has no more tokens in the draft model's vocabulary than before, read its
+            # last token again.
             valid = max(0, min(draft.follow(before, held), draft.length - 1))
             if valid < draft.kv.num_computed_tokens:
                 self._rewind(draft, valid)

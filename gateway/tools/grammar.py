@@ -98,7 +98,11 @@ class _Calls:
         return self._tags()
 
     def after_first(self, text: Json | None) -> list[Json]:
-        """Return what may follow the first call or section: `text` if given, else calls if any."""
+        """Return what may follow the first call or section.
+
+        This is nothing if only one call is allowed, else `text` if given, else more calls if the
+        format has no sections.
+        """
         if not self._use.is_parallel:
             return []
         if text is not None:

@@ -1,7 +1,7 @@
 """Exports the load of a model's verifiers under vLLM's names.
 
-Autoscalers, and pickers that choose a server for each request, read these gauges from the server
-with OpenAI's API: the gateway.
+Autoscalers, and pickers that choose a server for each request, expect these gauges where OpenAI's
+API is served: at the gateway.
 """
 
 from __future__ import annotations

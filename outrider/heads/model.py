@@ -148,7 +148,7 @@ class HeadModel(torch.nn.Module):
 
     @property
     def projection_name(self) -> str:
-        """The name of the projection that a verifier may apply in place of the head.
+        """The name of the head's projection, for a verifier that may apply it for the head.
 
         Empty if the head has no projection, or if `read_as` has changed the auxiliary layers.
         """

@@ -176,7 +176,7 @@ class AttentionGroup:
     def mask(self, softmax: Softmax, repeats: int, dtype: torch.dtype) -> torch.Tensor | None:
         """Return the attention mask [B, 1, Q * repeats, keys]: 0 for visible keys, else -inf.
 
-        Each query occurs `repeats` times, one after the other. None means that every query sees all
+        Each query occurs `repeats` times in a row. None means that every query sees all
         keys. Masks are cached, because most layers ask for the same mask.
         """
         key = (softmax.window, softmax.chunked, repeats)

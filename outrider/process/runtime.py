@@ -19,9 +19,9 @@ def _set_defaults() -> None:
     # 1 ms, which is longer than the gap between two loops of one forward.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "20000")
-    # gRPC's fork handlers serve children that go on using gRPC. Outrider's children are always
-    # other programs. With the handlers, a child that was forked while other threads were inside
-    # gRPC sometimes crashed before it could start its program.
+    # gRPC's fork handlers serve children that go on using gRPC. A process of Outrider that uses
+    # gRPC starts only other programs. With the handlers, a child that was forked while other
+    # threads were inside gRPC sometimes crashed before it could start its program.
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
     # By default, gRPC's core writes each failed handshake to standard error, in its own format.
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")

@@ -123,7 +123,7 @@ def _forwards(target: ModelRunner, sequences: list[int]) -> list[Forward]:
     best_s = _in_rounds(points, lambda point: _forward_s(target, *point))
 
     def least_s(count: int, tokens: int) -> float:
-        """Return the seconds of the fastest forward that is at least as large.
+        """Return the seconds of the fastest forward that is at least as large as this one.
 
         Such a forward has at least `count` sequences, and at least as many tokens in total.
 

@@ -204,7 +204,7 @@ def find_thresholds(trials: Sequence[Trial], patch: pytest.MonkeyPatch) -> None:
 
 
 def find_counts(trials: Sequence[Trial], patch: pytest.MonkeyPatch) -> None:
-    """Find the number of accepted tokens for each combination of accepting coins."""
+    """Find the number of accepted tokens for each combination of coins that accept."""
     cases = [
         (trial, sides)
         for trial in trials

@@ -1,4 +1,4 @@
-"""compose/kubernetes: Kustomize makes valid, hardened documents that agree with the processes."""
+"""compose/kubernetes: Kustomize makes valid, hardened manifests that agree with the processes."""
 
 from __future__ import annotations
 

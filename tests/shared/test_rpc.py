@@ -345,7 +345,7 @@ class Talkative(token_streams_pb2_grpc.TokenStreamServiceServicer):
         try:
             while True:
                 await context.write(message)
-                # The caller leaves while the loop is busy, so that the write under way fails.
+                # Let the event loop hear that the caller has left, so that the next write fails.
                 await asyncio.sleep(0.0)
         except BaseException as end:
             self.ends.append(type(end))

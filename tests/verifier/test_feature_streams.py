@@ -1,4 +1,4 @@
-"""Features in the verifier's process pass from the target's stream to the drafter's stream."""
+"""Features in the verifier's process pass from the target's CUDA stream to the drafter's."""
 
 from __future__ import annotations
 

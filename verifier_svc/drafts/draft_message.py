@@ -119,10 +119,11 @@ class DraftMessage:
 
 
 def _new_depth(parents: list[int], merged: int) -> int:
-    """Return how many tokens deep a tree's new part is, below the main path that the tree repeats.
+    """Return how many tokens deep a tree's new part is.
 
-    The depth stands for the drafting time, because branches are drafted side by side. `merged`
-    tokens of the tree belong to an earlier draft.
+    The depth is counted from the end of that part of the main path that an earlier draft had. It
+    stands for the drafting time, because branches are drafted side by side. `merged` tokens of the
+    tree belong to an earlier draft.
     """
     repeated = min(merged, len(main_path(parents)))
     depths = [0] * (1 + repeated)

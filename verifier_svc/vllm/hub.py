@@ -1,7 +1,8 @@
 """vLLM's requests as sequences: plans their drafts, waits for them, and judges them.
 
-`verifier_svc/vllm/scheduler.py` calls it around vLLM's steps. This module knows token ids, but not
-vLLM. vLLM verifies a chain of draft tokens for each request, so a draft is one drafter's main path.
+`verifier_svc/vllm/scheduler.py` calls the hub around vLLM's steps. This module knows token ids, but
+not vLLM. vLLM verifies a chain of draft tokens for each request, so a draft is one drafter's main
+path.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ INLINE element *tiled_row(element *data, int64_t row, int64_t in, int64_t tile_r
 // Prepares for outrider_attend_amx.
 INLINE void configure_attention(void) { configure_tiles(ROWS, 2 * TILE_DEPTH); }
 #else
-// AMX needs these; other products do not.
+// Products with AMX need these; here they do nothing.
 typedef char saved_state;
 INLINE saved_state save_state(void) { return 0; }
 INLINE void restore_state(const saved_state *saved) { (void)saved; }
