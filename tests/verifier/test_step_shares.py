@@ -37,10 +37,10 @@ def busy_engine(*, prompt: int = 2, floods: Sequence[str] = ("flood",)) -> Engin
     return engine
 
 
-def next_step(engine: Engine) -> list[ScheduledSequence]:
+def next_step(engine: Engine, row_s: float = ROW_S) -> list[ScheduledSequence]:
     for count in (1, 32):
-        engine.cost.calibrate(count, count, STEP_S + count * ROW_S)
-    engine.cost.prompt_token_s = ROW_S
+        engine.cost.calibrate(count, count, STEP_S + count * row_s)
+    engine.cost.prompt_token_s = row_s
     return engine.scheduler.next({})
 
 
@@ -120,6 +120,24 @@ def test_steps_stay_short_while_another_tenant_may_come_back() -> None:
     assert 1 < len(first) < 16
     assert then[0] == first[-1] + 1
     assert {*first, *then, *[each.sequence.id for each in next_step(engine)]} == {*range(1, 17)}
+
+
+def test_a_step_without_room_for_a_flood_does_not_begin_its_turns_again() -> None:
+    engine = busy_engine()
+    engine.step()
+    submit(engine, "light", 3)
+    engine.scheduler.admit()
+    engine.step()
+
+    def flood_ids(row_s: float) -> list[int]:
+        step = next_step(engine, row_s)
+        return [each.sequence.id for each in step if each.sequence.request.tenant == "flood"]
+
+    turns = []
+    for _ in range(4):
+        turns += flood_ids(ROW_S)
+        assert flood_ids(4 * ROW_S) == []
+    assert len(turns) == len(set(turns)) == 4
 
 
 def test_a_tenant_that_uses_its_share_is_not_light() -> None:

@@ -123,8 +123,8 @@ class _Fill:
         """Add work that lengthens the step by at most `room_s`.
 
         If there are prompts, decoding gets at most half of this time, and prompts get what is left.
-        Decoding begins after the sequence `last_id`. Returns the id of the last sequence that had
-        room, or `last_id` if all had room.
+        Decoding begins after the sequence `last_id`. Returns the id of the last of the `parts`'
+        sequences that had room, or `last_id` if all or none had room.
         """
         before_s = self.seconds
         decoding_s = room_s / 2 if parts.prefill else room_s
@@ -143,13 +143,15 @@ class _Fill:
         before_s = self._decoding_s(self._rows)
         after = [sequence for sequence in decoding if sequence.id > last_id]
         others = [sequence for sequence in decoding if sequence.id <= last_id]
+        last_added = last_id
         for sequence in after + others:
             rows = self._rows + 1 + self._drafted(sequence)
             after_s = self._cost.estimate(len(self.decoding) + 1, rows)
             if after_s - before_s > room_s and (self.decoding or self.prefill):
-                return self.decoding[-1].id if self.decoding else last_id
+                return last_added
             self._rows = rows
             self.decoding.append(sequence)
+            last_added = sequence.id
         return last_id
 
 
