@@ -86,11 +86,11 @@ class Reason(Enum):
 class OutriderError(Exception):
     """An error that names its reason and how to avoid it.
 
-    `message` names the field and the limit. `field` is the path of the parameter at fault, or
-    None. `retry_after_s` is the time to wait before a retry, where the server knows it; it is
-    always set where the reason's rule is RETRY_INFO. `retry` is the reason's rule; if a peer of a
-    later version sent a reason that this version does not know, it is the rule that came with the
-    reason.
+    `message` names the field and the limit, where there are any. `field` is the path of the
+    parameter at fault, or None. `retry_after_s` is the time to wait before a retry, where the
+    server knows it; it is always set where the reason's rule is RETRY_INFO. `retry` is the reason's
+    rule; if a peer of a later version sent a reason that this version does not know, it is the rule
+    that came with the reason.
     """
 
     reason: Reason

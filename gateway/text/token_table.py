@@ -26,7 +26,7 @@ _BYTE_OF_LETTER |= {chr(256 + i): byte for i, byte in enumerate(_UNPRINTED)}
 # An unfinished last character, and the character before it, begin within the last 8 tokens of a
 # text.
 _CHARACTER_TOKENS = 8
-# The number of tokens that are tried if no token is a single letter or digit.
+# The number of tokens among which a word is sought if no token is a single letter or digit.
 _SEARCHED = 4096
 
 

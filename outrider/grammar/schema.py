@@ -295,7 +295,7 @@ class _Translator:
             raise invalid(self._field, f"{problem}; {range_text}")
 
     def _check_value(self, value: Any, keyword: str, *, names_only: bool = False) -> None:
-        """Check the numbers and strings within a listed value, or only its property names."""
+        """Check a keyword's numbers and strings; with `names_only`, only its property names."""
         if isinstance(value, str):
             schema_text(value, keyword, self._field)
         elif isinstance(value, Mapping):

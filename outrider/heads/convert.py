@@ -34,8 +34,8 @@ _SECONDS = 600
 def pickles_of(folder: Path) -> list[Path]:
     """Return the pickled files in a head's folder whose weights are in no safetensors file.
 
-    Files that training leaves have no weights of the head. Other pickled files beside safetensors
-    are copies, except MiMo's mask_embedding.pt.
+    Files left over from training have no weights of the head. Other pickled files beside
+    safetensors are copies, except MiMo's mask_embedding.pt.
     """
     found = sorted({path for pattern in PICKLES for path in folder.glob(pattern)})
     pickles = [path for path in found if not _is_of_training(path.name)]

@@ -1,4 +1,4 @@
-"""The family `head` in virtual time, with recorded offers and the times of a cost table.
+"""The family `head` in virtual time, with recorded guesses and the times of a cost table.
 
 Features have sizes but no content.
 """

@@ -15,7 +15,7 @@ ALICE, BOB, CAROL, OPERATOR, EXPIRED = (new_key() for _ in range(5))
 
 
 def entry(key: str, tenant: str, **given: Any) -> KeyEntry:
-    """Return the entry of a key, with its tenant's name as its id."""
+    """Return the entry of a key; the entry's id is the tenant's name."""
     return make_entry({"id": tenant, "sha256": key_digest(key), "tenant": tenant, **given})
 
 

@@ -58,7 +58,7 @@ class Served:
         return Tls(folder / f"{role}.pem", folder / f"{role}.key", self.certificates.ca)
 
     def http(self, address: str, tls: Tls | None) -> httpx.AsyncClient:
-        """Return a client of an HTTP server; it has a certificate unless `tls` is None."""
+        """Return an HTTP client, which shows the certificate of `tls` unless `tls` is None."""
         if self.certificates is None:
             return httpx.AsyncClient(base_url=f"http://{address}", timeout=60)
         verify = trusting(self.certificates.ca, tls)

@@ -161,7 +161,7 @@ class Engine:
     # --- requests ---
 
     def warm_up(self, context: int = 0) -> None:
-        """Time trial forwards at a length of `context` tokens, so that the first plan knows costs.
+        """Measure forwards at a length of `context` tokens, so that the first plan knows costs.
 
         Call it only before the first request, because it overwrites pages.
         """

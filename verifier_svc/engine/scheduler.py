@@ -205,7 +205,7 @@ class Scheduler:
         )
 
     def _for_prompts(self, pending: int) -> int:
-        """Return the tokens of a batch that drafts leave to prompts.
+        """Return how many tokens of a batch are kept free of drafts, for prompts.
 
         The batch could read `pending` tokens of prompts.
         """

@@ -63,7 +63,7 @@ def engine_arguments(
 def own_method(vllm_config: VllmConfig) -> str | None:
     """Return the method of vLLM's own drafter; None if our stub takes its place.
 
-    Raises OutriderError(INVALID_VALUE) for a drafter beside which ours cannot draft.
+    Raises OutriderError(INVALID_VALUE) if Outrider's drafters cannot draft for this configuration.
     """
     speculation = vllm_config.speculative_config
     stub = "ngram" if vllm_config.use_v2_model_runner else "custom_class"

@@ -33,7 +33,7 @@ from verifier_svc.verification.batch import DraftVerifier
 
 _CONTEXT = 64
 # The engine's clock begins at this time. Neighbouring floats are farther apart here than at the
-# times of events, so even the engine's shortest wait makes the time of its event later.
+# times of events. So even the engine's shortest wait, added to an event's time, gives a later time.
 _EPOCH_S = 1024.0
 _MOST_ADVANCES = 10_000
 
