@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from outrider.process.network.ports import free_port
 from outrider_bench.experiment.child import Launch
 from outrider_bench.experiment.launches import Endpoint
 from outrider_bench.experiment.measuring import Bench
@@ -14,13 +15,15 @@ from outrider_bench.experiment.records import PLAIN
 from outrider_bench.experiment.spec import Experiment, Target
 from outrider_bench.experiment.stack import Server
 from outrider_bench.experiment.traffic import Encoder
-from tests.stack import TARGET, free_port
+from tests.stack import TARGET
 
 
 async def test_a_verifier_that_ends_while_it_is_measured_is_named_with_its_last_words() -> None:
     processes = Processes()
     await processes.start(Launch("verifier", "", ("-c", "echo a lost GPU"), program="sh"))
     endpoint = Endpoint("", "models/target", free_port(), free_port(), "127.0.0.1:1")
-    bench = Bench(Server(Target(), endpoint, processes), None, Encoder(Path(TARGET)))
+    bench = Bench(
+        Server(Target.model_validate({}), endpoint, processes), None, Encoder(Path(TARGET))
+    )
     with pytest.raises(StackFailed, match=r"verifier ended\n  verifier: a lost GPU"):
-        await bench.warm_up(Experiment(name="any"), PLAIN)
+        await bench.warm_up(Experiment.model_validate({"name": "any"}), PLAIN)
