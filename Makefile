@@ -144,7 +144,8 @@ speculators: $(VENV)/installed-dev
 	@PYTHON=$(PYTHON) tests/heads/by_speculators/install.sh
 
 # Drafters on 64-bit ARM, which qemu emulates (Debian's qemu-user). Run this before a release; it
-# takes 6 GB and some minutes. Tests that need a root file system for ARM are skipped without it.
+# takes 6 GB and some minutes. Tests that need a root file system for ARM are skipped without it, and
+# tests of images without Docker, debootstrap and qemu-user-static.
 arm: $(VENV)/installed-dev
 	@PYTHON=$(CURDIR)/$(BIN)/python tests/arm/make-root.sh
 	$(BIN)/python -m pytest tests/arm

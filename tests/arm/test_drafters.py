@@ -17,30 +17,13 @@ from typing import Any
 import httpx
 import pytest
 
-from outrider.protocol.messages import SamplingParams, SpeculationOptions
 from tests.arm import arm
-from tests.stack import (
-    DRAFT,
-    Answers,
-    Client,
-    GatewayProcess,
-    Process,
-    Stack,
-    behind_gateway,
-    prompts,
-)
+from tests.stack import DRAFT, Client, GatewayProcess, Process, Stack, behind_gateway
 from tests.trace_collector import Collector, attributes, collecting
 from tests.waiting import until
 from tests.web.site_rig import chromium
 
 pytestmark = arm.MARKS
-PLAIN = SpeculationOptions(enabled=False)
-# Each request has its own seed, so that requests with equal prompts differ.
-SAMPLINGS = {
-    "greedy": SamplingParams(temperature=0.0),
-    "seeded": SamplingParams(1.0, seed=7),
-    "seeded, truncated": SamplingParams(0.8, 40, 0.95, repetition_penalty=1.1, seed=8),
-}
 START_S = 1200.0
 """The model drafter imports torch, which takes minutes here on a busy machine."""
 
@@ -82,17 +65,6 @@ async def traced(
             await asyncio.to_thread(context.__exit__, None, None, None)
 
 
-async def equal_texts(client: Client, sampling: SamplingParams) -> Answers:
-    """Return the answers with drafts; check that their texts equal the texts of plain decoding."""
-    asked = prompts(every=4)
-    plain = await client.answers(asked, sampling, PLAIN, 24, at_once=2)
-    drafted = await client.answers(asked, sampling, SpeculationOptions(), 24, at_once=2)
-    assert plain.draft_token_count == 0
-    assert drafted.texts == plain.texts
-    assert len({tuple(text) for text in plain.texts}) == len(asked)
-    return drafted
-
-
 async def check_page(url: str, name: str, shown: str) -> None:
     """Check that the page's box of a drafter has this text."""
     async with chromium() as browser:
@@ -127,8 +99,8 @@ async def test_a_drafter_on_arm_drafts_for_a_verifier_on_x86(
             [listed] = (await client.model()).drafters
             place = replace(listed.placement, host="")
             assert (place.architecture, place.cores, place.kind) == ("aarch64", (core,), "cpu")
-            for label, sampling in SAMPLINGS.items():
-                sums = await equal_texts(client, sampling)
+            for label, sampling in arm.SAMPLINGS.items():
+                sums = await arm.equal_texts(client, sampling)
                 drafts = f"{sums.accepted_token_count} of {sums.draft_token_count} drafts accepted"
                 print(f"{name}, {label}: {len(sums.texts)} equal texts, {drafts}")
                 assert sums.accepted_token_count > 0
