@@ -145,7 +145,7 @@ speculators: $(VENV)/installed-dev
 
 # Drafters on 64-bit ARM, which qemu emulates (Debian's qemu-user). Run this before a release; it
 # takes 6 GB and some minutes. Tests that need a root file system for ARM are skipped without it, and
-# tests of images without Docker, debootstrap and qemu-user-static.
+# tests of images without root, Docker, debootstrap and qemu-user-static.
 arm: $(VENV)/installed-dev
 	@PYTHON=$(CURDIR)/$(BIN)/python tests/arm/make-root.sh
 	$(BIN)/python -m pytest tests/arm

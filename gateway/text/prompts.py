@@ -272,7 +272,7 @@ def _templates(model: str, config: Mapping[str, Any]) -> dict[str, str]:
 
     As in `transformers`, only "default" and "tool_use" are ever used. Raises
     OutriderError(INVALID_VALUE) if `chat_template` in tokenizer_config.json is neither a text nor
-    a list of named texts.
+    a list of named texts, or if a template's file is not UTF-8.
     """
     given = config.get("chat_template")
     if not isinstance(given, list):

@@ -8,9 +8,9 @@ from outrider.errors import OutriderError, invalid
 
 
 def find_device(name: str) -> torch.device:
-    """Return an existing device; a CUDA device always has an index, as parts of torch require.
+    """Return a CPU or CUDA device; a CUDA device always has an index, as parts of torch require.
 
-    Raises OutriderError(INVALID_VALUE) if there is no such device.
+    Raises OutriderError(INVALID_VALUE) for other devices, and if there is no such device.
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"

@@ -52,12 +52,18 @@ class Bench:
     ) -> Played:
         """Play the requests; raise StackFailed if the verifier or its gateway ends meanwhile."""
         try:
-            return await play(requests, experiment.workload.batch, self.server.endpoint, asked)
+            played = await play(requests, experiment.workload.batch, self.server.endpoint, asked)
         except httpx.TransportError:
-            # A process that is about to exit resets its connections first.
-            await asyncio.sleep(_EXIT_S)
-            await self.server.processes.check()
+            await self._check_processes()
             raise
+        if played.errors:
+            await self._check_processes()
+        return played
+
+    async def _check_processes(self) -> None:
+        # A process that is about to exit resets its connections first.
+        await asyncio.sleep(_EXIT_S)
+        await self.server.processes.check()
 
     async def _cpu_s(self) -> dict[str, float]:
         found = await self.server.processes.cpu_s()

@@ -9,14 +9,26 @@ wheels=$(realpath "${1:?usage: $0 FOLDER [TARGET...]}")
 shift
 targets=${*:-gateway drafter-ngram}
 cd "$(dirname "$(realpath "$0")")/../.."
-# A machine may have several clients of Docker, and not all of them can build with secrets.
-for docker_build in $(which -a docker); do
-  DOCKER_BUILDKIT=1 "$docker_build" build --help 2>/dev/null | grep -q -e --secret && break
+for program in docker debootstrap qemu-aarch64-static; do
+  command -v "$program" >/dev/null || {
+    echo "this needs $program; on Debian: apt-get install docker.io debootstrap qemu-user-static" >&2
+    exit 1
+  }
 done
+# A machine may have several clients of Docker, and not all of them can build with secrets.
+for docker_build in $(which -a docker) ''; do
+  case $(DOCKER_BUILDKIT=1 "${docker_build:-false}" build --help 2>/dev/null) in
+    *--secret*) break ;;
+  esac
+done
+[ -n "$docker_build" ] || {
+  echo "no docker command here can build with secrets" >&2
+  exit 1
+}
 build() {
   DOCKER_BUILDKIT=1 "$docker_build" build --quiet --platform linux/arm64 --tag "$@"
 }
-qemu=${QEMU:-$(command -v qemu-aarch64-static)}
+qemu=$(command -v qemu-aarch64-static)
 base=outrider-base:arm64
 work=$(mktemp -d)
 misc=/proc/sys/fs/binfmt_misc
@@ -64,5 +76,6 @@ for target in $targets; do
   docker image inspect --format "$image: {{.Os}}/{{.Architecture}}, {{.Size}} bytes" "$image"
   run() { docker run --rm --network none --platform linux/arm64 --entrypoint "$@"; }
   machine=$(run python "$image" -c 'import platform, grpc; print(platform.machine())')
-  echo "$target runs on $machine: $(run outrider "$image" --version | head -1)"
+  version=$(run outrider "$image" --version)
+  echo "$target runs on $machine: ${version%%$'\n'*}"
 done

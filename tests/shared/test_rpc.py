@@ -283,6 +283,14 @@ def test_an_unknown_reason_has_the_retry_class_that_came_with_it(retry: Retry) -
     assert (error.reason, error.retry) == (Reason.VERIFIER_UNAVAILABLE, retry)
 
 
+def test_an_error_within_an_outer_message_names_the_whole_path_and_keeps_its_wait() -> None:
+    inner = OutriderError(Reason.OVERLOADED, "ids has too many", "ids", 7.0, {"limit": "3"})
+    outer = inner.within("drafts.proposals[1]")
+    assert outer.field == "drafts.proposals[1].ids"
+    assert outer.message == "drafts.proposals[1].ids has too many"
+    assert (outer.retry_after_s, outer.metadata) == (7.0, {"limit": "3"})
+
+
 @pytest.mark.parametrize("compression", [grpc.Compression.NoCompression, grpc.Compression.Gzip])
 async def test_a_message_that_is_too_large_is_refused_for_good(
     compression: grpc.Compression,
