@@ -10,7 +10,7 @@ from outrider.process.settings.check_config import check_address, check_certific
 
 
 def check(settings: GatewaySettings) -> None:
-    """Raise OutriderError if the gateway could not start. The error names the setting at fault."""
+    """Raise OutriderError if a setting keeps the gateway from starting. The error names it."""
     for address in settings.verifier:
         check_address("verifier", address)
     check_address("grpc-listen", settings.grpc_listen)

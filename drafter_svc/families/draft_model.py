@@ -83,7 +83,7 @@ class DraftModel:
     def fits(self, draft: CachedDraft) -> bool:
         """Reserve pages for all tokens of a draft. The event loop calls this.
 
-        Return False in the cases in which `Forwards.fits` does.
+        Return False if there are too few pages, or for another reason of `Forwards.fits`.
         """
         return self._forwards.fits(draft)
 

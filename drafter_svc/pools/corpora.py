@@ -62,7 +62,7 @@ class TenantTrees:
         self.changed_at = 0.0
         """When a text last began or ended."""
         self.compared_at = 0.0
-        """When the last comparison with Redis began; 0 if it was not complete."""
+        """When the last comparison without an error began; 0 if it left texts to read."""
         # Maps the digest of each ended text to the text's name in the cache, or to None if Redis
         # lists the text but does not have it.
         self._names: dict[bytes, int | bytes | None] = {}

@@ -45,7 +45,7 @@ class ClientTimeout:
         return not {self.total_s, self.first_s} <= {None, _UNCHOSEN_S}
 
     def ends_at(self, now: float) -> float:
-        """Return until when the caller waits for the answer; infinity without `total_s`."""
+        """Return the time at which the caller gives the answer up; infinity without `total_s`."""
         return math.inf if self.total_s is None else now + self.total_s
 
     def suffices(self, wait_s: float, answer_s: float) -> bool:
@@ -147,7 +147,7 @@ class TotalLoad(NamedTuple):
     most: int
     """The number of sequences that can run or wait at once."""
     sequence_s: float | None
-    """The mean time that recent sequences were in a batch (seconds); None before one ended."""
+    """The time that a sequence is expected to be in a batch (seconds); None if it is not known."""
 
     def wait_s(self, count: int, places: float) -> float:
         """Return how many seconds the last of `count` sequences waits for one of the `places`."""

@@ -107,7 +107,10 @@ class TenantSemaphore:
             self.release(tenant)
 
     def release(self, tenant: str) -> None:
-        """Release a slot of the tenant. Unless slots are held back, give it to the next request."""
+        """Release a slot of the tenant.
+
+        Unless slots are held back, give it to the next request that may have it.
+        """
         self._free += 1
         self._under_way[tenant] -= 1
         if not self._under_way[tenant]:

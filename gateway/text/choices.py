@@ -107,9 +107,9 @@ class UsageTotals:
     def speculation(self) -> dict[str, Any]:
         """Return the `speculation` field of an answer. Empty without speculation.
 
-        The field names the acceptance rules used, and says whether all are lossless. If most steps
-        of a choice verified no draft, the field says why. If this is so for several choices, the
-        field gives the reason of the choice with the most steps without a draft.
+        The field names the acceptance rules used, and says whether all are lossless. If at least
+        half of the steps of a choice verified no draft, the field says why. If this is so for
+        several choices, the field gives the reason of the choice with the most such steps.
         """
         stats = [finish.stats for finish in self.finishes if finish is not None]
         described: dict[str, Any] = {}

@@ -76,7 +76,7 @@ class TokenTable:
         return known
 
     def is_special(self, token_id: int) -> bool:
-        """True if the token is special, such as an end-of-sequence token. Mostly it has no text."""
+        """True if the token is special, such as an end-of-sequence token; see also `hidden_ids`."""
         return token_id in self._special
 
     def token_text(self, token_id: int) -> str:

@@ -186,7 +186,7 @@ def _held(tool: Tool, use: ToolUse) -> Json:
 
 
 def _closed(schema: Any) -> Any:
-    """Return the schema, closed to properties that it does not name unless it may allow them.
+    """Return the schema, closed to properties that it does not name (unless it may allow them).
 
     A model would otherwise invent arguments that the function does not take.
     """

@@ -179,9 +179,9 @@ class Replica:
     def mark_suspect(self, stream: VerifierStream, error: OutriderError) -> None:
         """Note that `error` ended a sequence of `stream`.
 
-        A verifier with a full queue still takes new requests. After any other error a verifier gets
-        no requests until it has been polled, which happens at once. An error of an earlier
-        connection changes nothing: this connection may end while the verifier is well.
+        A verifier with a full queue still takes new requests. After any other error of the
+        present connection, the verifier gets no requests until it has been polled, which happens at
+        once. An earlier connection may end while the verifier is well.
         """
         if error.reason is Reason.OVERLOADED:
             self.full = True

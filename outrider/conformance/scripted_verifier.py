@@ -161,7 +161,7 @@ class KitsVerifier(ScriptedVerifier):
         return Link(hello, ledger, self._note, self.feature_width(hello))
 
     def feature_width(self, hello: drafts_pb2.Hello) -> int:
-        """Return how many numbers a feature has; 0 unless the drafter asks for a known type."""
+        """Return a feature's length; 0 unless the drafter asks for features of a known type."""
         request = hello.feature_request
         is_known = request.dtype in drafts_pb2.FeatureDtype.values()
         if drafts_pb2.CAPABILITY_FEATURES not in hello.capabilities or not is_known:

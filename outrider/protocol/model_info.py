@@ -57,7 +57,7 @@ class Load:
     max_running: int
     max_waiting: int
     sequence_s: float | None = None
-    """Mean seconds that recent sequences spent in the batch; None before a sequence has ended."""
+    """Seconds that a sequence is expected to be in the batch; None before anything was timed."""
     kv_cache_usage: float = 0.0
     """Share of the KV cache's pages that sequences hold, 0 to 1."""
 

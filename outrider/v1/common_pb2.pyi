@@ -397,8 +397,8 @@ Global___Grammar: _TypeAlias = Grammar  # noqa: Y015
 @_typing.final
 class FreeThought(_message.Message):
     """A thought that no grammar binds: its marks, and the text between it and the answer. Each of the
-    three fields has at most 256 characters. The model may write a field's text with the special
-    token of the same name.
+    three fields has at most 256 characters. The model may write a field's text as the one
+    special token whose name is that text.
     """
 
     DESCRIPTOR: _descriptor.Descriptor

@@ -453,9 +453,7 @@ class Load(_message.Message):
     """Share of the KV cache's pages that sequences hold; 1 if no page is free."""
     @_builtins.property
     def sequence_duration(self) -> _duration_pb2.Duration:
-        """How long recent sequences were in the batch, on average; unset before the first sequence has
-        ended.
-        """
+        """How long a sequence is expected to be in the batch; unset before anything was timed."""
 
     def __init__(
         self,

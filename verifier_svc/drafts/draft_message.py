@@ -235,7 +235,7 @@ def main_path_outcome(draft: DraftTree, drafter_id: str, rows: SequenceOf[int]) 
 
 
 def main_path_count(rows: SequenceOf[int]) -> int:
-    """Return how many accepted rows are on the main path: a draft's first rows."""
+    """Return how many of the accepted rows are on the main path, which has a draft's first rows."""
     return sum([row == place for place, row in enumerate(rows, 1)])
 
 

@@ -83,7 +83,7 @@ class Assignment:
     backoff: int = FIRST_BACKOFF
     """Steps between two probes. A power of two, so that many sequences are probed in one step."""
     asked_at: dict[int, float] = field(default_factory=dict)
-    """Maps a committed length to the time at which the drafter was asked for it (seconds).
+    """Maps a committed length to when the drafter was asked to draft after it (seconds).
 
     It has a length only if the trie was then empty, and only until the drafter answers.
     """

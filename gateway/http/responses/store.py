@@ -82,7 +82,7 @@ class _Tenant:
 
 
 class ResponseStore:
-    """Keeps answers of all tenants. New answers replace the least recently used, if it is full.
+    """Keeps answers of all tenants. If it is full, new answers replace the least recently used.
 
     A tenant cannot read another tenant's answers, and keeps at most MAX_TENANT_BYTES and
     MAX_TENANT_ANSWERS.
@@ -102,7 +102,7 @@ class ResponseStore:
         before: Sequence[bytes],
         deltas: Sequence[Sequence[int]] = (),
     ) -> None:
-        """Keep a response with the items before it, unless both take more than MAX_TENANT_BYTES.
+        """Keep a response and the items before it, if they fit together in MAX_TENANT_BYTES.
 
         `deltas` has the lengths of the deltas of each item of its output. The response takes the
         place of a response with the same id.

@@ -49,7 +49,8 @@ SERVER_OPTIONS: list[tuple[str, Any]] = [
     ("grpc.so_reuseport", 0),
 ]
 # A lost peer is redialled quickly. The option "min" is the maximum duration of one attempt. A
-# connection to another region needs several round trips, so a short attempt would never succeed.
+# connection to another region needs several round trips, so a short attempt would never succeed
+# there.
 CHANNEL_OPTIONS: list[tuple[str, Any]] = [
     *_COMMON_OPTIONS,
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
