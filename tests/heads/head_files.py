@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -50,7 +50,10 @@ SIZES: Config = {
 # These weights have a generator of their own, since threads that load models draw from torch's.
 _RANDOM = torch.Generator()
 _NEW_ROPE: Config = {"rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}}
-TOP_LEVEL = {key: value for key, value in SIZES.items() if key != "rope_theta"} | _NEW_ROPE
+# A proxy, so that no test can change the values of other tests.
+TOP_LEVEL = MappingProxyType(
+    {key: value for key, value in SIZES.items() if key != "rope_theta"} | _NEW_ROPE
+)
 
 
 def write(folder: Path, files: Files) -> Path:
@@ -170,7 +173,7 @@ def eagle3_speculators() -> Files:
         "draft_vocab_size": DRAFT_VOCAB,
         "norm_before_residual": False,
         "eagle_aux_hidden_state_layer_ids": [2, 5, 7],
-        "transformer_layer_config": TOP_LEVEL,
+        "transformer_layer_config": dict(TOP_LEVEL),
     }
     return config, eagle3_tensors()
 
