@@ -101,7 +101,8 @@ class LaunchedStep(NamedTuple):
     """The host's processor time of a step on a GPU, in seconds."""
 
     delay_s: float
-    """Time from a step's tokens to the next launch, to commit tokens, and take and pack drafts."""
+    """Time from a step's tokens to the next launch: tokens are committed, drafts taken and packed.
+    """
     beside_s: float
     """Time from a launch to the wait for its tokens, without verification, which the GPU does."""
 

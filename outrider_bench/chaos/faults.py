@@ -165,9 +165,9 @@ async def _say_half(scene: Scene, target: str, seconds: float) -> None:
 _ANY_END = frozenset({"failed", "refused", "cut"})
 _NAMED_END = frozenset({"failed", "refused"})
 _NOTICED_S = (13.0, 16.0)
-"""Bounds of the seconds of a fault that lasts until its peers notice a silent process.
+"""Bounds of the seconds of a fault that lasts until a silent process's peers notice the silence.
 
-Peers take up to 12 s, because they notice it by their pings.
+They notice it by their pings, which takes up to 12 s.
 """
 _DRAFTERS = tuple(DRAFTERS)
 _LARGE = {"maxmemory": "0", "maxmemory-policy": "noeviction"}

@@ -1,4 +1,4 @@
-"""Trees on a CPU: in each build, and by gathering, a row equals the last row of its chain."""
+"""Trees on a CPU: each build, and gathering, computes a row as the last row of its chain."""
 
 from __future__ import annotations
 
