@@ -119,7 +119,7 @@ def _varint(number: int) -> bytes:
 
 @st.composite
 def _stray_field(draw: st.DrawFn, descriptor: Descriptor) -> bytes:
-    """Return bytes of a field that the message lacks, or of one that it has, with any wire type.
+    """Return bytes of a field with any wire type; the message may have or lack this field.
 
     The wire type 2 has a length, 3 and 4 begin and end a group, and 6 and 7 do not exist.
     """

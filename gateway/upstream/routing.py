@@ -363,9 +363,9 @@ class Router:
     def ready_picks(self, model: str | None = None) -> list[Pick]:
         """Return the replicas of one model, or of all models, that may get requests.
 
-        Those are the ready replicas. A DNS name may move to a new verifier before the gateway has
-        reached that verifier. So a retired replica takes requests for _HANDOVER_S, unless
-        a ready replica that is not retired serves one of the retired replica's model names.
+        Ready replicas may get requests. A DNS name may move to a new verifier before the gateway
+        has reached that verifier. So a retired replica takes requests for _HANDOVER_S, unless a
+        ready replica that is not retired serves one of the retired replica's model names.
         """
         in_time = time.monotonic() - _HANDOVER_S
         picks = [

@@ -33,7 +33,7 @@ from outrider.process.security.tls import Tls
 from outrider.v1 import verifier_pb2
 
 HIDDEN_SIZE = 16
-"""The number of values in a hidden state, unless the caller gives that of the drafter's target."""
+"""The number of values in a hidden state; a caller may give the target's number."""
 _START_S = 60.0
 _BACK_S = 8.0
 _EXIT_S = 5.0

@@ -52,7 +52,7 @@ _ECMASCRIPT_ONLY = re.compile(r"\\.|(\[\^?\])|\[(?:\\.|[^\]\\])*\]?|(\{,\d+\})|.
 
 
 class _Edge(Enum):
-    """What is next to an end of a part: more of the pattern, an end of the text, or any text."""
+    """What lies beyond one end of a part: more of the pattern, the text's end, or any text."""
 
     INSIDE = auto()
     ANCHORED = auto()

@@ -151,7 +151,7 @@ async def test_a_queue_at_one_verifier_leaves_the_places_of_another() -> None:
 
 @contextlib.asynccontextmanager
 async def crowded(rig: Rig, count: int, **load: Any) -> AsyncIterator[list[asyncio.Task[Any]]]:
-    """Send `count` requests to a verifier with room for one that runs and one in the queue."""
+    """Send `count` requests to a verifier that runs one request and queues one request."""
     reported = Load(0, 0, 1, 1, **load)
     rig.script.info = replace(rig.script.info, load=reported)
     await until(lambda: rig.gateway.router.replicas[0].info == rig.script.info)

@@ -86,7 +86,7 @@ class Traffic:
     always: bool = True
     trees: bool = False
     in_waves: bool = False
-    """True if new requests wait until all earlier ones are done, so that a wave stays in step."""
+    """True if new requests wait until all earlier requests are done: each wave starts together."""
     events: Callable[[int], object] = lambda tick: None
     """Called at each tick."""
     clock: Clock = monotonic

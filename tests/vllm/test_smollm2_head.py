@@ -55,7 +55,7 @@ async def test_both_engines_accept_the_drafts_of_the_trained_head_that_vllm_acce
         for prompt in prompts
     ]
     # The head is in the verifier's process, so on a busy machine its drafts are late less often
-    # than those of a head behind gRPC.
+    # than the drafts of a head behind gRPC.
     flags = (*ENGINES[engine], "--in-process", f"head={HEAD}")
     with running(Stack(*flags, target=reference.file, module=MODULE), START_S) as stack:
         async with Client(stack.address) as client:
